@@ -1,0 +1,285 @@
+"""Softmax of attention scores, with an additive or boolean mask and causality.
+
+docs/attention_softmax.md describes the launches, kernels/attention_softmax.py holds the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from burt_numba.host.arrays import Description
+from burt_numba.host.checks import FLOATING, require_count, require_dtype, require_output
+from burt_numba.host.compiling import KernelSpec
+from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
+from burt_numba.host.launching import Array, Errors, Launch, Number
+from burt_numba.host.operation import Answer, Operation, Request
+from burt_numba.host.plans import LaunchPlan, Plan, dimension, dtype_itemsize, refuse_unknown, whole_warps
+from burt_numba.host.rows import RowSegment, row_segments
+from burt_numba.softmax_launches import RowShape, StridedRows, choose_row_shape, row_shapes, vector_columns
+from burt_numba.validation import validation_launch
+
+_NAME = "attention_softmax"
+_SCORES, _MASK, _OUT = range(3)
+_NO_MASK, _ADDITIVE_MASK, _BOOLEAN_MASK = range(3)
+_LARGEST_OFFSET = 1 << 40
+
+
+def attention_softmax(
+    scores: Any,
+    mask: Any = None,
+    causal: bool = False,
+    *,
+    causal_offset: int | None = None,
+    out: Any = None,
+    stream: Any = None,
+    errors: ErrorBuffer | None = None,
+    validate_output: bool = False,
+) -> Any:
+    """Attention weights: softmax of ``scores + mask`` over the keys that are visible.
+
+    Parameters
+    ----------
+    scores : array [B, H, Sq, Sk], float32 or float16
+        Of any family and any strides. -inf masks a score.
+    mask : array, optional
+        Of any shape that broadcasts to the scores ([B, 1, 1, Sk], say): bool (True: attend), or float32 or the type of
+        the scores, added in float32. -inf hides a score, whatever it is.
+    causal : bool
+        Hide key j from query i when ``j > i + causal_offset``. Hidden scores never influence the result.
+    causal_offset : int, optional
+        0 by default; must be given when Sq differs from Sk (``Sk - Sq`` lines up the last query with the last key).
+    out : array [B, H, Sq, Sk] of the type of ``scores``, optional
+        C-contiguous; may be ``scores`` itself.
+    stream : optional
+        A stream of any library, or its handle. Default: the current stream of the array library.
+    errors : ErrorBuffer, optional
+        Collects events instead of the warnings of a later call.
+    validate_output : bool
+        Check in a second pass that the result is finite.
+
+    Returns
+    -------
+    array [B, H, Sq, Sk]
+        ``out``, or a new array of the family of ``scores``. Hidden scores give exactly 0, and a query that sees no key a
+        row of zeros. An empty axis gives an empty result.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong type.
+    BurtDimensionError
+        A shape or layout that does not fit.
+
+    Warns
+    -----
+    BurtWarning
+        By a later call or ``check()``: code 1 or 2 (visible elements that are NaN or +inf in the scores, the mask, or
+        their sum; they count as hidden).
+
+    Notes
+    -----
+    ``attention_softmax`` of the BURT-IMMA kernel API.
+
+    Examples
+    --------
+    >>> import numpy as np, burt_numba
+    >>> burt_numba.attention_softmax(np.zeros((1, 1, 3, 3), np.float32), causal=True)[0, 0].round(3)
+    array([[1.   , 0.   , 0.   ],
+           [0.5  , 0.5  , 0.   ],
+           [0.333, 0.333, 0.333]], dtype=float32)
+    """
+    if causal_offset is not None:
+        causal_offset = require_count(_NAME, "causal_offset", causal_offset, -_LARGEST_OFFSET)
+        if causal_offset > _LARGEST_OFFSET:
+            raise BurtDimensionError(f"{_NAME}: causal_offset: expected at most 2**40, got {causal_offset}")
+    return _OPERATION((scores, mask, out), (), (bool(causal), causal_offset), stream, errors, validate_output)
+
+
+# --- launch choices -----------------------------------------------------------------------------------------------
+
+
+def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
+    def build(*constants: int) -> Any:
+        from burt_numba.kernels.attention_softmax import rows_kernel
+
+        return rows_kernel(*constants)
+
+    return KernelSpec(
+        "attention_softmax_rows",
+        build,
+        (shape.row_warps, shape.per_thread, vector, mask_kind),
+        (shape.threads, shape.resident_blocks),
+    )
+
+
+def _streamed(mask_kind: int) -> KernelSpec:
+    def build(*constants: int) -> Any:
+        from burt_numba.kernels.attention_softmax import streamed_kernel
+
+        return streamed_kernel(*constants)
+
+    return KernelSpec("attention_softmax_streamed", build, (mask_kind,), (1024, 1))
+
+
+def _choose(columns: int, rows: int, vector: int, mask_kind: int) -> tuple[KernelSpec, int, int]:
+    """(kernel, grid, threads a block)."""
+    shape = choose_row_shape(columns, rows, vector, clusters=False)
+    if shape is not None:
+        return _kernel(shape, vector, mask_kind), shape.grid(rows), shape.threads
+    return _streamed(mask_kind), rows, 1024
+
+
+def _launch(
+    segment: RowSegment,
+    scores: StridedRows,
+    mask: StridedRows,
+    shape: tuple[int, ...],
+    mask_kind: int,
+    vector: int,
+    causal: bool,
+    causal_offset: int,
+) -> Launch:
+    columns = shape[-1]
+    kernel, grid, threads = _choose(columns, segment.rows, vector, mask_kind)
+    scores_strides, mask_strides = segment.strides
+    arguments = (
+        scores.argument,
+        Array(_OUT, scores.argument.dtype, (scores.rows * columns,)),
+        mask.argument,
+        Number(segment.first_row, "i8"),
+        Number(segment.rows, "i4"),
+        Number(columns, "i8" if kernel.name.endswith("streamed") else "i4"),
+        Number(shape[-2], "i8"),
+        Number(scores.origin + segment.origins[0], "i8"),
+        Number(segment.size1, "i4"),
+        Number(segment.size2, "i4"),
+        *(Number(stride, "i8") for stride in scores_strides),
+        Number(scores.column_stride, "i8"),
+        Number(mask.origin + segment.origins[1], "i8"),
+        *(Number(stride, "i8") for stride in mask_strides),
+        Number(mask.column_stride, "i8"),
+        Number(causal, "i4"),
+        Number(causal_offset, "i8"),
+        Errors(),
+    )
+    return Launch(kernel, (grid, 1), threads, arguments)
+
+
+def _broadcast(mask: Description, shape: tuple[int, ...]) -> Description:
+    """The mask as an array of the scores' shape, with strides of 0 where it is repeated."""
+    missing = len(shape) - len(mask.shape)
+    sizes = (1,) * missing + mask.shape
+    if missing < 0 or any(size not in (1, wanted) for size, wanted in zip(sizes, shape, strict=True)):
+        raise BurtDimensionError(f"{_NAME}: mask: expected a shape that broadcasts to {shape}, got {mask}")
+    strides = (0,) * missing + mask.strides
+    return mask._replace(
+        shape=shape,
+        strides=tuple(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)),
+    )
+
+
+def _answer(request: Request) -> Answer:
+    scores, mask, out = request.operands
+    causal, causal_offset = request.options
+    assert scores is not None
+    require_dtype(_NAME, "scores", scores, FLOATING)
+    if len(scores.shape) != 4:
+        raise BurtDimensionError(f"{_NAME}: scores: expected 4 dimensions [B, H, Sq, Sk], got {scores}")
+    shape = scores.shape
+    mask_kind = _NO_MASK
+    if mask is not None:
+        require_dtype(_NAME, "mask", mask, tuple(dict.fromkeys(("float32", scores.dtype, "bool"))))
+        mask = _broadcast(mask, shape)
+        mask_kind = _BOOLEAN_MASK if mask.dtype == "bool" else _ADDITIVE_MASK
+    if causal and causal_offset is None and shape[2] != shape[3]:
+        raise BurtDimensionError(
+            f"{_NAME}: causal_offset: expected a number, as {shape[2]} queries and {shape[3]} keys differ "
+            f"({shape[3] - shape[2]} lines up their ends)"
+        )
+    if out is not None:
+        require_output(_NAME, "out", out, shape, scores.dtype)
+    if 0 in shape:
+        return Answer((), shape, scores.dtype)
+    score_rows = StridedRows.of(_NAME, "scores", _SCORES, scores, shape)
+    mask_rows = StridedRows.of(_NAME, "mask", _MASK, mask, shape)
+    operands = (score_rows,) if mask is None else (score_rows, mask_rows)
+    vector = vector_columns(request.aligned, shape[-1], scores.dtype, operands)
+    segments = list(row_segments(shape[:-1], (score_rows.leading_strides, mask_rows.leading_strides)))
+    launches = [
+        _launch(segment, score_rows, mask_rows, shape, mask_kind, vector, causal, causal_offset or 0)
+        for segment in segments
+    ]
+    if request.validate:
+        dtype = score_rows.argument.dtype
+        launches += [validation_launch(_OUT, dtype, shape[-1], segment, score_rows.rows) for segment in segments]
+    return Answer(launches, shape, scores.dtype)
+
+
+_OPERATION = Operation(_NAME, ("scores", "mask", "out"), ("out",), ("scores", "mask", "out"), _answer)
+
+
+def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
+    """Every kernel that the function can launch, with its argument types."""
+    for dtype, widest in (("f4", 4), ("f2", 8)):
+        masks = [(_NO_MASK, "f4"), (_ADDITIVE_MASK, "f4"), (_BOOLEAN_MASK, "u1")]
+        if dtype == "f2":
+            masks.append((_ADDITIVE_MASK, "f2"))
+        for mask_kind, mask_dtype in masks:
+            yield _streamed(mask_kind), _types(dtype, mask_dtype, "i8")
+            for vector in (widest, 1):
+                for shape in row_shapes(vector, clusters=False):
+                    yield _kernel(shape, vector, mask_kind), _types(dtype, mask_dtype, "i4")
+
+
+def _types(dtype: str, mask_dtype: str, size_type: str) -> tuple[str, ...]:
+    array = f"{dtype}:1C"
+    sizes = ("i8", "i4", size_type, "i8", "i8", "i4", "i4")
+    return (array, array, f"{mask_dtype}:1C", *sizes, *("i8",) * 4, *("i8",) * 5, "i4", "i8", "i8:1C")
+
+
+# --- bytes, flops, plan -------------------------------------------------------------------------------------------
+
+
+def bytes_moved(
+    batch: int, heads: int, queries: int, keys: int, itemsize: int, mask_bytes: int = 0, causal: bool = False
+) -> int:
+    """The fewest bytes a call moves: each visible score and the mask read once, each weight written once."""
+    rows = batch * heads * queries
+    read = rows * keys
+    if causal:
+        read = batch * heads * sum(min(query + 1, keys) for query in range(queries))
+    return (read + rows * keys) * itemsize + mask_bytes
+
+
+def flops(rows: int, columns: int) -> int:
+    """Arithmetic of a call: mask, maximum, difference, scaling, exponential, sum, product."""
+    return 7 * rows * columns
+
+
+def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
+    """The launches for contiguous, aligned scores [batch_size, num_heads, seq_len, key_len]."""
+    batch = dimension(_NAME, dims, "batch_size")
+    heads = dimension(_NAME, dims, "num_heads")
+    queries = dimension(_NAME, dims, "seq_len")
+    keys = dimension(_NAME, dims, "key_len", default=queries)
+    causal = bool(dims.pop("causal", False))
+    masked = bool(dims.pop("masked", False))
+    dtype, itemsize = dtype_itemsize(_NAME, dims)
+    refuse_unknown(_NAME, dims)
+    rows = batch * heads * queries
+    documented = LaunchPlan(
+        "attention_softmax_kernel", (batch * heads, queries), whole_warps(min(max(keys, 1), 1024)), 8
+    )
+    launches = []
+    if rows and keys:
+        vector = 16 // itemsize if keys % (16 // itemsize) == 0 else 1
+        kernel, grid, threads = _choose(keys, rows, vector, _ADDITIVE_MASK if masked else _NO_MASK)
+        launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, 0))
+    mask_bytes = batch * keys * 4 if masked else 0
+    size = rows * keys * itemsize
+    moved = bytes_moved(batch, heads, queries, keys, itemsize, mask_bytes, causal)
+    return Plan(_NAME, documented, moved - size, size, 0, launches)
+
+
+__all__ = ["attention_softmax", "bytes_moved", "flops", "plan", "specialisations"]

@@ -1,0 +1,65 @@
+"""The one place that imports the CUDA target of Numba.
+
+Every module of the package takes ``cuda`` from here, so that another backend can follow, and so that the
+simulator is in place before the first kernel is defined.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from burt_numba.target import SIMULATED
+
+
+def _refuse_known_bad_pairs() -> None:
+    """Raise before Numba fails in the middle of an import with an unrelated message.
+
+    numba-cuda registers ``numpy.row_stack``, which NumPy 2.5 removed (NVIDIA/numba-cuda#907, closed as not planned).
+    """
+    if not hasattr(np, "row_stack"):
+        raise ImportError(
+            f"burt_numba: NumPy {np.__version__} has no numpy.row_stack, which numba-cuda needs; install 'numpy<2.5'"
+        )
+
+
+_refuse_known_bad_pairs()
+
+from numba import cuda  # noqa: E402
+from numba.cuda import types  # noqa: E402
+from numba.cuda.core import config as _config  # noqa: E402
+
+if bool(_config.ENABLE_CUDASIM) != SIMULATED:
+    raise ImportError(
+        "burt_numba: NUMBA_ENABLE_CUDASIM was changed after Numba or burt_numba was imported; set it before either"
+    )
+
+if SIMULATED:
+    from burt_numba.simulator import install as _install_simulator
+
+    _install_simulator()
+
+
+def compile_to_ptx(kernel, signature, capability: tuple[int, int], launch_bounds: tuple[int, int] | None = None) -> str:
+    """Compile a ``cuda.jit`` kernel to PTX for a compute capability, with or without a GPU in the machine.
+
+    Numba asks the current device for the capability of a device function even when the kernel's was given, so that
+    without a GPU it cannot compile one; here it is told. numba-cuda is pinned to the line this was written against.
+    """
+    from types import SimpleNamespace
+
+    from numba.cuda import dispatcher
+    from numba.cuda.core.compiler_lock import global_compiler_lock
+
+    with global_compiler_lock:
+        ask_device = dispatcher.get_current_device
+        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
+        try:
+            ptx, _ = cuda.compile(
+                kernel.py_func, signature, device=False, abi="numba", cc=capability, launch_bounds=launch_bounds
+            )
+        finally:
+            dispatcher.get_current_device = ask_device
+    return ptx
+
+
+__all__ = ["SIMULATED", "compile_to_ptx", "cuda", "types"]

@@ -1,0 +1,70 @@
+"""Reading and writing the user's arrays."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from burt_numba.cli.errors import UsageError
+
+# How a zip archive, an empty one too, and an .npy file begin.
+_MAGIC = (b"PK\x03\x04", b"PK\x05\x06", np.lib.format.MAGIC_PREFIX[:4])
+
+
+def load(path: Path, main: str, optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """Read the array ``main``, and those of ``optional`` that are there, from an ``.npz`` or ``.npy`` file.
+
+    An array that is alone in its file is ``main`` whatever its name.
+    """
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file")
+    try:
+        with path.open("rb") as file:
+            if file.read(4) not in _MAGIC:
+                raise UsageError(f"{path}: neither an .npz nor an .npy file")
+            file.seek(0)
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return {main: loaded}
+            names = loaded.files
+            if len(names) == 1 and names[0] not in optional:
+                return {main: loaded[names[0]]}
+            if main not in names:
+                held = ", ".join(names) or "nothing"
+                raise UsageError(f"{path}: holds no array named {main} (it holds: {held})")
+            return {name: loaded[name] for name in (main, *optional) if name in names}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"{path}: cannot be read ({reason})") from None
+
+
+def without_float64(name: str, array: np.ndarray) -> np.ndarray:
+    """Return the array in native byte order, and as float32 where it was float64, which is said on stderr."""
+    if array.dtype.kind == "f" and array.dtype.itemsize == 8:
+        print(f"{name}: float64 converted to float32.", file=sys.stderr)
+        # A value past the range of float32 becomes an infinity, which the operation reports.
+        with np.errstate(over="ignore"):
+            return array.astype(np.float32)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+
+def check_output(output: Path, source: Path) -> None:
+    """Refuse before the work what could not be written after it."""
+    if output.suffix != ".npz":
+        raise UsageError(f"--output: expected a name that ends in .npz, got {output}")
+    if not output.parent.is_dir():
+        raise UsageError(f"--output: no such folder: {output.parent}")
+    if output.exists() and (not output.is_file() or (source.exists() and output.samefile(source))):
+        raise UsageError(f"--output: would not overwrite {output}")
+
+
+def save(output: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    try:
+        with output.open("wb") as file:
+            np.savez(file, allow_pickle=False, **arrays)
+    except OSError as error:
+        raise UsageError(f"{output}: cannot be written ({error.strerror})") from None

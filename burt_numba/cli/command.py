@@ -1,0 +1,141 @@
+"""The parser and the exit status: 0 for success, 1 for a failed check, 2 for a mistake of the user.
+
+NumPy, Numba and rich are imported by the commands that need them, so that ``--help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from burt_numba import __version__
+from burt_numba.cli.errors import UsageError
+
+OPERATIONS = ("constrained_softmax", "attention_softmax")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.info import info
+
+    return info()
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.check import check
+
+    return check([arguments.op] if arguments.op else OPERATIONS)
+
+
+def _run_constrained_softmax(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_constrained_softmax
+
+    return run_constrained_softmax(
+        arguments.input,
+        arguments.output,
+        entropy_bound=arguments.entropy_bound,
+        temperature_min=arguments.temperature_min,
+        temperature_max=arguments.temperature_max,
+        max_iterations=arguments.max_iterations,
+    )
+
+
+def _run_attention_softmax(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_attention_softmax
+
+    return run_attention_softmax(
+        arguments.input, arguments.output, causal=arguments.causal, causal_offset=arguments.causal_offset
+    )
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.plan import plan
+
+    return plan(arguments.operation, arguments.dims)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.bench import bench
+
+    return bench(arguments.op)
+
+
+def _add_run(commands: argparse._SubParsersAction) -> None:
+    run = commands.add_parser("run", help="apply an operation to your arrays")
+    operations = run.add_subparsers(dest="operation", metavar="OP", required=True)
+
+    def add(name: str, arrays: str, handler: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        parser = operations.add_parser(name, help=f"reads {arrays}", description=f"Reads {arrays}.")
+        parser.add_argument(
+            "--input", type=Path, required=True, metavar="X.npz", help="an .npz with these arrays, or an .npy"
+        )
+        parser.add_argument("--output", type=Path, required=True, metavar="Y.npz", help="the .npz to write")
+        parser.set_defaults(handler=handler)
+        return parser
+
+    softmax = add("constrained_softmax", "logits [..., C], optionally labels [...]", _run_constrained_softmax)
+    softmax.add_argument("--entropy-bound", type=float, default=0.20, metavar="NATS", help="default 0.20")
+    softmax.add_argument("--temperature-min", type=float, default=0.01, metavar="T", help="default 0.01")
+    softmax.add_argument("--temperature-max", type=float, default=10.0, metavar="T", help="default 10")
+    softmax.add_argument("--max-iterations", type=int, default=20, metavar="N", help="default 20")
+
+    attention = add("attention_softmax", "scores [B,H,Q,K], optionally mask", _run_attention_softmax)
+    attention.add_argument("--causal", action="store_true", help="mask key j for query i when j > i + offset")
+    attention.add_argument(
+        "--causal-offset", type=int, default=None, metavar="N", help="default 0; needed when Q and K differ"
+    )
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="burt-numba", description="Entropy-bounded softmax and attention softmax on Numba CUDA.")
+    parser.add_argument("--version", action="version", version=f"burt-numba {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    info = commands.add_parser("info", help="versions, devices and their limits")
+    info.set_defaults(handler=_info)
+
+    check = commands.add_parser("check", help="hold every function against its float64 reference")
+    check.add_argument("--op", choices=OPERATIONS, metavar="NAME", help=f"one of: {', '.join(OPERATIONS)}")
+    check.set_defaults(handler=_check)
+
+    _add_run(commands)
+
+    plan = commands.add_parser(
+        "plan",
+        help="the launch and the memory of a call, without launching",
+        description="Example: burt-numba plan constrained_softmax --batch-size 32 --num-classes 50000",
+    )
+    plan.add_argument("operation", choices=OPERATIONS, metavar="OP", help=f"one of: {', '.join(OPERATIONS)}")
+    plan.add_argument(
+        "dims", nargs=argparse.REMAINDER, metavar="--NAME VALUE", help="the sizes that burt_numba.plan takes"
+    )
+    plan.set_defaults(handler=_plan)
+
+    bench = commands.add_parser("bench", help="measure on the GPU (from a checkout)")
+    bench.add_argument("--op", choices=OPERATIONS, metavar="NAME", help=f"one of: {', '.join(OPERATIONS)}")
+    bench.set_defaults(handler=_bench)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = build_parser().parse_args(argv)
+    try:
+        return arguments.handler(arguments)
+    except UsageError as error:
+        print(f"burt-numba {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"burt-numba {arguments.command}: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader (`| head`) went away: nothing more can be said, also not by the flush at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

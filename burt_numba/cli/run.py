@@ -1,0 +1,165 @@
+"""``burt-numba run``: an operation on the user's arrays, and a summary of what it did to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from burt_numba.cli import driver
+from burt_numba.cli.arrays import check_output, load, save, without_float64
+from burt_numba.cli.errors import UsageError, refusals_of
+from burt_numba.cli.output import pairs, progress
+
+# Elements that a summary holds in float64 at a time: 32 MB.
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def _row_chunks(rows: int, row_length: int) -> Iterator[slice]:
+    step = max(1, _CHUNK_ELEMENTS // max(1, row_length))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+def _by_rows(statistic: Callable[..., np.ndarray], *arrays: np.ndarray) -> np.ndarray:
+    """Apply a statistic of rows to [N, C] arrays, a few rows at a time; returns [N]."""
+    chunks = [statistic(*(array[rows] for array in arrays)) for rows in _row_chunks(*arrays[0].shape)]
+    return np.concatenate(chunks) if chunks else np.zeros(0)
+
+
+def _plain_entropy(logits: np.ndarray) -> np.ndarray:
+    from burt_numba import reference
+
+    return reference.constrained_softmax(logits, temperature=1.0).entropy
+
+
+def _top(logits: np.ndarray) -> np.ndarray:
+    """The class with the largest logit; NaN and +inf are absent."""
+    return np.where(np.isfinite(logits), logits, -np.inf).argmax(axis=-1)
+
+
+def _top_is_kept(logits: np.ndarray, probabilities: np.ndarray) -> np.ndarray:
+    """Whether the class with the largest logit still has the largest probability (others may have come equal)."""
+    at_top = np.take_along_axis(probabilities, _top(logits)[:, np.newaxis], axis=-1)[:, 0]
+    return at_top == probabilities.max(axis=-1)
+
+
+def _mean(values: np.ndarray, unit: str = "") -> str:
+    return f"{values.mean():.4f}{unit}" if values.size else "no rows"
+
+
+def _share(count: int, rows: int) -> str:
+    return f"{count} of {rows}" + (f" ({count / rows:.1%})" if rows else "")
+
+
+def _event_rows(errors: Any) -> list[tuple[str, str]]:
+    """What the operation recorded, most frequent code first."""
+    errors.check()
+    if not errors.counts:
+        return [("recorded events", "none")]
+    by_count = sorted(errors.counts.items(), key=lambda item: (-item[1], int(item[0])))
+    return [
+        ("recorded events", ", ".join(f"{count} × {code.name} (code {int(code)})" for code, count in by_count)),
+        ("first event", f"{errors.code.name} at index {errors.first_index}"),
+    ]
+
+
+def run_constrained_softmax(
+    source: Path,
+    output: Path,
+    *,
+    entropy_bound: float,
+    temperature_min: float,
+    temperature_max: float,
+    max_iterations: int,
+) -> int:
+    check_output(output, source)
+    arrays = load(source, "logits", ("labels",))
+    logits = without_float64("logits", arrays["logits"])
+    labels = arrays.get("labels")
+    rows_shape = logits.shape[:-1]
+    if labels is not None and labels.shape != rows_shape:
+        raise UsageError(f"labels: expected shape {rows_shape}, one for each row of the logits, got {labels.shape}")
+
+    driver.choose_target()
+    import burt_numba
+
+    temperature = np.empty(rows_shape, dtype=np.float32)
+    entropy = np.empty(rows_shape, dtype=np.float32)
+    errors = burt_numba.ErrorBuffer()
+    with refusals_of("constrained_softmax"), progress() as display:
+        display.add_task("constrained_softmax", total=None)
+        probabilities = burt_numba.constrained_softmax(
+            logits,
+            entropy_bound,
+            temperature_min,
+            temperature_max,
+            max_iterations,
+            temperature_out=temperature,
+            entropy_out=entropy,
+            errors=errors,
+        )
+    save(output, {"probabilities": probabilities, "temperature": temperature, "entropy": entropy})
+
+    # An operation on no rows leaves nothing to reshape by -1.
+    flat_shape = (entropy.size, logits.shape[-1])
+    flat_logits, flat_probabilities = logits.reshape(flat_shape), probabilities.reshape(flat_shape)
+    start = np.float32(min(max(1.0, temperature_min), temperature_max))
+    acted = int(np.count_nonzero(temperature < start))
+    kept = _by_rows(_top_is_kept, flat_logits, flat_probabilities)
+    summary = [
+        ("logits", f"{logits.shape} {logits.dtype}"),
+        ("mean entropy before", _mean(_by_rows(_plain_entropy, flat_logits), " nats")),
+        ("mean entropy after", _mean(entropy.astype(np.float64), " nats")),
+        ("rows where the bound acted", _share(acted, entropy.size)),
+        ("most likely class", "unchanged in every row" if kept.all() else f"changed in {np.sum(~kept)} rows"),
+        *_event_rows(errors),
+    ]
+    if labels is not None:
+        right = labels.reshape(-1)
+        before = _by_rows(_top, flat_logits) == right
+        after = flat_probabilities.argmax(axis=-1) == right
+        summary.append(("accuracy before, after", f"{_mean(before)}, {_mean(after)}"))
+    pairs(f"constrained_softmax, entropy bound {entropy_bound:g} nats → {output}", summary)
+    return 0
+
+
+def run_attention_softmax(source: Path, output: Path, *, causal: bool, causal_offset: int | None) -> int:
+    if causal_offset is not None and not causal:
+        raise UsageError("--causal-offset: has no effect without --causal")
+    check_output(output, source)
+    arrays = load(source, "scores", ("mask",))
+    scores = without_float64("scores", arrays["scores"])
+    mask = arrays.get("mask")
+    if mask is not None:
+        mask = without_float64("mask", mask)
+
+    driver.choose_target()
+    import burt_numba
+    from burt_numba import reference
+
+    errors = burt_numba.ErrorBuffer()
+    with refusals_of("attention_softmax"), progress() as display:
+        display.add_task("attention_softmax", total=None)
+        probabilities = burt_numba.attention_softmax(scores, mask, causal, causal_offset=causal_offset, errors=errors)
+    entropy_rows = probabilities.reshape(int(np.prod(scores.shape[:-1])), scores.shape[-1])
+    entropy = _by_rows(reference.entropy, entropy_rows)
+    sums = _by_rows(lambda rows: rows.sum(axis=-1, dtype=np.float64), entropy_rows)
+    save(output, {"probabilities": probabilities, "entropy": entropy.astype(np.float32).reshape(scores.shape[:-1])})
+
+    attending = sums > 0
+    deviation = np.abs(sums[attending] - 1).max(initial=0.0)
+    pairs(
+        f"attention_softmax → {output}",
+        [
+            ("scores", f"{scores.shape} {scores.dtype}"),
+            ("mask", "none" if mask is None else f"{mask.shape} {mask.dtype}"),
+            ("causal", f"offset {causal_offset or 0}" if causal else "no"),
+            ("mean entropy of the weights", _mean(entropy[attending], " nats")),
+            ("rows with no key to attend to", _share(int(np.sum(~attending)), sums.size)),
+            ("largest |sum of a row - 1|", f"{deviation:.1e}"),
+            *_event_rows(errors),
+        ],
+    )
+    return 0

@@ -1,0 +1,292 @@
+"""Softmax under an upper bound on its entropy.
+
+For each row z of logits, p = softmax(z / T) with the largest T up to 1 at which H(p) = -sum p ln p <= entropy_bound.
+docs/constrained_softmax.md has the derivation and the search, kernels/constrained_softmax.py the kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from burt_numba.host.arrays import family_of
+from burt_numba.host.checks import (
+    FLOATING,
+    require_count,
+    require_dtype,
+    require_number,
+    require_output,
+    require_shape,
+)
+from burt_numba.host.compiling import KernelSpec, compute_capability
+from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
+from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
+from burt_numba.host.operation import Answer, Operation, Request
+from burt_numba.host.plans import LaunchPlan, Plan, dimension, dtype_itemsize, refuse_unknown, whole_warps
+from burt_numba.host.rows import RowSegment, row_segments
+from burt_numba.softmax_launches import (
+    RowShape,
+    StridedRows,
+    choose_row_shape,
+    has_clusters,
+    row_shapes,
+    streamed_blocks,
+    vector_columns,
+)
+from burt_numba.validation import validation_launch
+
+_NAME = "constrained_softmax"
+_LOGITS, _BOUNDS, _TEMPERATURE, _ENTROPY, _OUT = range(5)
+_ENTROPY_BOUND, _TEMPERATURE_MIN, _TEMPERATURE_MAX, _MAX_ITERATIONS = range(4)
+
+
+def constrained_softmax(
+    logits: Any,
+    entropy_bound: Any = 0.20,
+    temperature_min: float = 0.01,
+    temperature_max: float = 10.0,
+    max_iterations: int = 20,
+    *,
+    temperature_out: Any = None,
+    entropy_out: Any = None,
+    out: Any = None,
+    stream: Any = None,
+    errors: ErrorBuffer | None = None,
+    validate_output: bool = False,
+) -> Any:
+    """Softmax over the last axis with an entropy of at most ``entropy_bound`` nats.
+
+    A row whose plain softmax is within the bound is returned unchanged. Any other row becomes ``softmax(row / T)`` with
+    T such that its entropy is at most 1e-6 above the bound and at most ``max(1e-4 * bound, 1e-6)`` below it. That is
+    the nearest distribution within the bound in KL(p || softmax(row)).
+
+    Parameters
+    ----------
+    logits : array [..., C], float32 or float16
+        Of any family and any strides. -inf masks an element. NaN and +inf count as masked and are recorded.
+    entropy_bound : float or array [...], float32
+        Nats; one for all rows, or one a row.
+    temperature_min, temperature_max : float
+        T starts at 1 clipped between them and is lowered to ``temperature_min`` at most.
+    max_iterations : int
+        Evaluations of the entropy after the first. Where they do not suffice, the result is within the bound but further
+        below it.
+    temperature_out, entropy_out : array [...], float32, optional
+        Receive T and the entropy of each row.
+    out : array [..., C] of the type of ``logits``, optional
+        C-contiguous; may be ``logits`` itself.
+    stream : optional
+        A stream of any library, or its handle. Default: the current stream of the array library.
+    errors : ErrorBuffer, optional
+        Collects events instead of the warnings of a later call.
+    validate_output : bool
+        Check the result in a second pass: finite, and within the bound. A row that the search has reported is counted
+        again.
+
+    Returns
+    -------
+    array [..., C]
+        ``out``, or a new array of the family of ``logits``. Rows with nothing finite are zeros (T as at the start,
+        entropy 0). An empty leading axis gives an empty result.
+
+    Raises
+    ------
+    TypeError
+        An argument of the wrong type.
+    BurtDimensionError
+        A shape, layout or value out of range.
+
+    Warns
+    -----
+    BurtWarning
+        By a later call or ``check()``: code 1 or 2 (elements that are NaN or +inf), 3 (rows above the bound even at
+        ``temperature_min``: ties at the top), 6 (bounds of rows that are NaN or negative, taken as 0).
+
+    Notes
+    -----
+    ``constrained_softmax`` of the BURT-IMMA kernel API, which searches T by bisection.
+
+    Examples
+    --------
+    >>> import numpy as np, burt_numba
+    >>> burt_numba.constrained_softmax(np.array([[3, 2, 1, 0]], np.float32)).round(3)
+    array([[0.953, 0.045, 0.002, 0.   ]], dtype=float32)
+    """
+    bounds = None
+    if not isinstance(entropy_bound, (float, int)) and family_of(entropy_bound) is not None:
+        bounds, entropy_bound = entropy_bound, 0.0
+    numbers = (
+        require_number(_NAME, "entropy_bound", entropy_bound, 0.0),
+        require_number(_NAME, "temperature_min", temperature_min, 0.0, strict=True),
+        require_number(_NAME, "temperature_max", temperature_max, 0.0, strict=True),
+        min(require_count(_NAME, "max_iterations", max_iterations, 1), 2**31 - 1),
+    )
+    if numbers[1] > numbers[2]:
+        raise BurtDimensionError(
+            f"{_NAME}: temperature_min: expected at most temperature_max = {temperature_max!r}, got {temperature_min!r}"
+        )
+    return _OPERATION((logits, bounds, temperature_out, entropy_out, out), numbers, (), stream, errors, validate_output)
+
+
+# --- launch choices -----------------------------------------------------------------------------------------------
+
+
+def _kernel(shape: RowShape, vector: int) -> KernelSpec:
+    def build(*constants: int) -> Any:
+        from burt_numba.kernels.constrained_softmax import rows_kernel
+
+        return rows_kernel(*constants)
+
+    return KernelSpec(
+        "constrained_softmax_rows",
+        build,
+        (shape.row_warps, shape.per_thread, vector, shape.blocks),
+        (shape.threads, shape.resident_blocks),
+        (9, 0) if shape.blocks > 1 else (7, 0),
+    )
+
+
+def _streamed(blocks: int) -> KernelSpec:
+    def build(*constants: int) -> Any:
+        from burt_numba.kernels.constrained_softmax import streamed_kernel
+
+        return streamed_kernel(*constants)
+
+    return KernelSpec("constrained_softmax_streamed", build, (blocks,), (1024, 1), (9, 0) if blocks > 1 else (7, 0))
+
+
+def _choose(columns: int, rows: int, vector: int, capability: tuple[int, int]) -> tuple[KernelSpec, int, int, int]:
+    """(kernel, blocks a row, grid, threads a block)."""
+    clusters = has_clusters(capability)
+    shape = choose_row_shape(columns, rows, vector, clusters)
+    if shape is not None:
+        return _kernel(shape, vector), shape.blocks, shape.grid(rows), shape.threads
+    blocks = streamed_blocks(columns, rows, clusters)
+    return _streamed(blocks), blocks, rows * blocks, 1024
+
+
+def _launch(
+    segment: RowSegment, logits: StridedRows, bounds: StridedRows, request: Request, vector: int, dtype: str
+) -> Launch:
+    columns = request.operands[_LOGITS].shape[-1]  # type: ignore[union-attr]
+    total_rows = logits.rows
+    kernel, blocks, grid, threads = _choose(columns, segment.rows, vector, compute_capability(request.device))
+    size_type = "i8" if kernel.name.endswith("streamed") else "i4"
+    part = -(-columns // (blocks * vector)) * vector
+    logits_strides, bounds_strides = segment.strides
+    rows_out = (total_rows,)
+    arguments = (
+        logits.argument,
+        Array(_OUT, dtype, (total_rows * columns,)),
+        Number(segment.first_row, "i8"),
+        Number(segment.rows, "i4"),
+        Number(columns, size_type),
+        Number(part, size_type),
+        Number(logits.origin + segment.origins[0], "i8"),
+        Number(segment.size1, "i4"),
+        Number(segment.size2, "i4"),
+        *(Number(stride, "i8") for stride in logits_strides),
+        Number(logits.column_stride, "i8"),
+        CallNumber(_ENTROPY_BOUND, "f4"),
+        CallNumber(_TEMPERATURE_MIN, "f4"),
+        CallNumber(_TEMPERATURE_MAX, "f4"),
+        CallNumber(_MAX_ITERATIONS, "i4"),
+        bounds.argument,
+        Number(bounds.origin + segment.origins[1], "i8"),
+        *(Number(stride, "i8") for stride in bounds_strides),
+        Array(_TEMPERATURE, "f4", rows_out) if request.operands[_TEMPERATURE] else Array(None, "f4"),
+        Array(_ENTROPY, "f4", rows_out) if request.operands[_ENTROPY] else Array(None, "f4"),
+        Errors(),
+    )
+    return Launch(kernel, (grid, 1), threads, arguments, cluster=blocks)
+
+
+def _answer(request: Request) -> Answer:
+    logits, bounds, temperature, entropy, out = request.operands
+    assert logits is not None
+    require_dtype(_NAME, "logits", logits, FLOATING)
+    if not logits.shape:
+        raise BurtDimensionError(f"{_NAME}: logits: expected at least 1 dimension, got {logits}")
+    if logits.shape[-1] == 0:
+        raise BurtDimensionError(f"{_NAME}: logits: expected at least 1 class (last axis), got {logits}")
+    leading = logits.shape[:-1]
+    if bounds is not None:
+        require_dtype(_NAME, "entropy_bound", bounds, ("float32",))
+        require_shape(_NAME, "entropy_bound", bounds, leading)
+    for name, extra in (("temperature_out", temperature), ("entropy_out", entropy)):
+        if extra is not None:
+            require_output(_NAME, name, extra, leading, "float32")
+    if out is not None:
+        require_output(_NAME, "out", out, logits.shape, logits.dtype)
+    if 0 in leading:
+        return Answer((), logits.shape, logits.dtype)
+    rows = StridedRows.of(_NAME, "logits", _LOGITS, logits, logits.shape)
+    bound_rows = StridedRows.of(_NAME, "entropy_bound", _BOUNDS, bounds, (*leading, 1))
+    vector = vector_columns(request.aligned, logits.shape[-1], logits.dtype, (rows,))
+    segments = list(row_segments(leading, (rows.leading_strides, bound_rows.leading_strides)))
+    dtype = rows.argument.dtype
+    launches = [_launch(segment, rows, bound_rows, request, vector, dtype) for segment in segments]
+    if request.validate:
+        for segment in segments:
+            launches.append(
+                validation_launch(_OUT, dtype, logits.shape[-1], segment, rows.rows, bound_rows, _ENTROPY_BOUND)
+            )
+    return Answer(launches, logits.shape, logits.dtype)
+
+
+_OPERATION = Operation(
+    _NAME,
+    ("logits", "entropy_bound", "temperature_out", "entropy_out", "out"),
+    ("temperature_out", "entropy_out", "out"),
+    ("logits", "out"),
+    _answer,
+)
+
+
+def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
+    """Every kernel that the function can launch, with its argument types."""
+    for dtype, widest in (("f4", 4), ("f2", 8)):
+        for streamed in (_streamed(1), _streamed(8)):
+            yield streamed, _types(dtype, "i8")
+        for vector in (widest, 1):
+            for shape in row_shapes(vector, clusters=True):
+                yield _kernel(shape, vector), _types(dtype, "i4")
+
+
+def _types(dtype: str, size_type: str) -> tuple[str, ...]:
+    array = f"{dtype}:1C"
+    sizes = ("i8", "i4", size_type, size_type, "i8", "i4", "i4", "i8", "i8", "i8", "i8")
+    bounds = ("f4:1C", "i8", "i8", "i8", "i8")
+    return (array, array, *sizes, "f4", "f4", "f4", "i4", *bounds, "f4:1C", "f4:1C", "i8:1C")
+
+
+# --- bytes, flops, plan -------------------------------------------------------------------------------------------
+
+
+def bytes_moved(rows: int, columns: int, itemsize: int) -> int:
+    """The fewest bytes a call moves: each logit read once, each probability written once."""
+    return 2 * rows * columns * itemsize
+
+
+def flops(rows: int, columns: int, evaluations: int) -> int:
+    """Arithmetic of a call: 7 operations a column and evaluation, 6 more for maximum, gap and result."""
+    return rows * columns * (7 * evaluations + 6)
+
+
+def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
+    """The launches for ``batch_size`` rows of ``num_classes`` logits, contiguous and aligned."""
+    rows = dimension(_NAME, dims, "batch_size")
+    columns = dimension(_NAME, dims, "num_classes", lowest=1)
+    dtype, itemsize = dtype_itemsize(_NAME, dims)
+    refuse_unknown(_NAME, dims)
+    documented = LaunchPlan("constrained_softmax_kernel", (rows,), whole_warps(min(columns, 1024)), 4 * columns)
+    launches = []
+    if rows:
+        vector = 16 // itemsize if columns % (16 // itemsize) == 0 else 1
+        kernel, blocks, grid, threads = _choose(columns, rows, vector, compute_capability)
+        launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, 0, blocks))
+    size = rows * columns * itemsize
+    return Plan(_NAME, documented, size, size, 0, launches)
+
+
+__all__ = ["bytes_moved", "constrained_softmax", "flops", "plan", "specialisations"]

@@ -1,0 +1,1 @@
+"""What the kernels share, running alike on the GPU and in the simulator."""

@@ -1,0 +1,199 @@
+"""The temperature search: the largest temperature at which a softmax keeps within an entropy bound.
+
+For a row z with maximum m the kernels hold ``gap = (m - z) / ln 2``, so that with beta = 1/T an element weighs
+``2**(-beta * gap)``. One evaluation at beta sums three numbers over the row,
+
+    total = sum w        first = sum t w        second = sum t**2 w        with t = beta * gap, w = 2**-t,
+
+which give the entropy ``H = ln(total) + ln2 * first / total`` and its slope ``dH/d(ln beta) = -Var(t)``. The functions
+here are the scalar part, the same for every thread of a row; docs/constrained_softmax.md derives them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from burt_numba.backend import cuda
+from burt_numba.device.numeric import FLOAT32_MAX, LN_2, LOG2_E, exp2, log, log2, maximum, minimum
+
+_LN_2_SQUARED = np.float32(LN_2 * LN_2)
+_ONE = np.float32(1.0)
+_ZERO = np.float32(0.0)
+
+GAP_RANGE = np.float32(160.0)
+"""A weight 2**-160 is 0 in float32: at the lowest beta, larger gaps are the same as this one."""
+
+MAX_BETA_RATIO = np.float32(1e35)
+"""Highest beta over the lowest; keeps beta * gap finite. T = 1 / MAX_BETA_RATIO resolves no float32 logits of use."""
+
+UNREACHED_TOLERANCE = np.float32(1e-6)
+"""Nats over the bound that rounding may leave; more than this at the lowest temperature is recorded."""
+
+_BAND_RELATIVE = np.float32(1e-4)
+_BAND_ABSOLUTE = np.float32(1e-6)
+# Where the search aims and what it accepts, as parts of the band below the bound: rounding of H (a few 1e-7) must not
+# push an accepted row out of the band at either end.
+_AIM = np.float32(0.35)
+_ACCEPT = np.float32(0.7)
+
+_LARGEST_STEP = np.float32(16.0)
+_NEGLIGIBLE_ENTROPY = np.float32(1e-30)
+_SAFE_STEPS = 8
+
+
+@cuda.jit(device=True)
+def first_beta(temperature_min, temperature_max):
+    """1/T0 with T0 = 1 clipped into the allowed temperatures."""
+    return _ONE / minimum(maximum(_ONE, temperature_min), temperature_max)
+
+
+@cuda.jit(device=True)
+def last_beta(temperature_min, beta):
+    """The highest beta the search may use: 1/temperature_min, as far as float32 carries it."""
+    limit = minimum(beta * MAX_BETA_RATIO, FLOAT32_MAX)
+    return limit if temperature_min * limit <= _ONE else _ONE / temperature_min
+
+
+@cuda.jit(device=True)
+def gap_of(row_max, value, gap_limit):
+    """(row_max - value) / ln 2, at most ``gap_limit``; a value of -inf gets the limit and so no weight."""
+    return minimum((row_max - value) * LOG2_E, gap_limit)
+
+
+@cuda.jit(device=True)
+def entropy_of(total, first):
+    """Entropy in nats; 0 for a row with nothing finite in it."""
+    if total > _ZERO:
+        return maximum(log(total) + LN_2 * (first / total), _ZERO)
+    return _ZERO
+
+
+@cuda.jit(device=True)
+def variance_of(total, first, second):
+    """Var(t) in nats squared: minus the slope of H in ln beta."""
+    mean = first / total
+    return maximum((second / total - mean * mean) * _LN_2_SQUARED, _ZERO)
+
+
+@cuda.jit(device=True)
+def accepted_range(bound):
+    """(lowest entropy to accept, entropy to aim at) for an active bound."""
+    band = maximum(_BAND_RELATIVE * bound, _BAND_ABSOLUTE)
+    # A bound of 0 is met by any H the tolerance allows, and has no logarithm to aim at.
+    aim = maximum(bound - _AIM * band, _AIM * UNREACHED_TOLERANCE)
+    return bound - _ACCEPT * band, aim
+
+
+@cuda.jit(device=True)
+def next_beta(step, beta, entropy, variance, low, high, bracketed, aim):
+    """The next beta to try, between ``low`` (H over the bound there) and ``high``.
+
+    ln H is nearly linear in beta where the bound is met (the runner-up's weight falls exponentially), and better
+    followed in ln beta where it is not: a Newton step in those coordinates lands within a few per cent at once. Until
+    the bracket is closed (``bracketed``), a step is limited, but never to less than what brings Var(t) to 1.
+    """
+    if entropy > _NEGLIGIBLE_ENTROPY and variance > _NEGLIGIBLE_ENTROPY:
+        change = log2(entropy / aim) * entropy / variance
+        if entropy < aim:
+            guess = beta * (_ONE + LN_2 * change)
+        else:
+            guess = beta * exp2(minimum(change, np.float32(120.0)))
+    else:
+        guess = FLOAT32_MAX if not bracketed else _ZERO
+    if not bracketed:
+        if variance > _NEGLIGIBLE_ENTROPY:
+            guess = minimum(guess, beta * maximum(_LARGEST_STEP, _ONE / np.float32(math.sqrt(variance))))
+        return minimum(guess, high)
+    if not (low < guess < high) or (step >= _SAFE_STEPS and step & 1 == 1):
+        guess = np.float32(math.sqrt(low)) * np.float32(math.sqrt(high))
+    return guess
+
+
+def entropy_search(evaluate):
+    """A device function that finds a row's temperature; every thread of the row calls it with the same scalars.
+
+    ``evaluate(data, beta, phase)`` gives the three sums of the row at beta to every thread of it; ``data`` is a tuple
+    of whatever it needs, and ``phase`` alternates as the block reductions want it. The result is (beta, total at beta,
+    entropy at beta, next phase), from the feasible side wherever an evaluation was feasible.
+    """
+
+    @cuda.jit(device=True)
+    def search(data, bound, lowest_beta, highest_beta, max_iterations, phase):
+        beta = lowest_beta
+        total, first, second = evaluate(data, beta, phase)
+        phase ^= 1
+        entropy = entropy_of(total, first)
+        if entropy > bound:
+            lowest_accepted, aim = accepted_range(bound)
+            low = beta
+            high = highest_beta
+            bracketed = False
+            best_beta, best_total, best_entropy = beta, total, entropy
+            step = 0
+            searching = True
+            while searching:
+                if step == max_iterations - 1 and not bracketed:
+                    beta = highest_beta
+                else:
+                    beta = next_beta(step, beta, entropy, variance_of(total, first, second), low, high, bracketed, aim)
+                total, first, second = evaluate(data, beta, phase)
+                phase ^= 1
+                entropy = entropy_of(total, first)
+                step += 1
+                if entropy <= bound:
+                    # Each feasible beta lies below the one before it, so that the latest is the best.
+                    best_beta, best_total, best_entropy = beta, total, entropy
+                    high = beta
+                    bracketed = True
+                    searching = entropy < lowest_accepted
+                else:
+                    low = beta
+                    if beta >= highest_beta:
+                        best_beta, best_total, best_entropy = beta, total, entropy
+                        searching = False
+                if step >= max_iterations:
+                    searching = False
+            return best_beta, best_total, best_entropy, phase
+        return beta, total, entropy, phase
+
+    return search
+
+
+_COLUMNS_A_PART = 64
+"""Columns a thread sums in float32 before it adds to float64, so that rounding does not grow with the row."""
+
+
+def column_sums(read_gap, reduce_sum3):
+    """An ``evaluate`` for ``entropy_search`` that walks a row column by column, for rows that registers cannot hold.
+
+    ``data`` is (source, first column, end, step, scratch, exchange): the thread takes the columns from its first by
+    ``step``, and ``read_gap(source, column)`` gives their gaps.
+    """
+
+    @cuda.jit(device=True)
+    def evaluate(data, beta, phase):
+        source, column, end, step, scratch, exchange = data
+        total = np.float64(0.0)
+        first = np.float64(0.0)
+        second = np.float64(0.0)
+        while column < end:
+            part_end = min(column + _COLUMNS_A_PART * step, end)
+            part_total = _ZERO
+            part_first = _ZERO
+            part_second = _ZERO
+            while column < part_end:
+                t = beta * read_gap(source, column)
+                weight = exp2(-t)
+                weighted = t * weight
+                part_total += weight
+                part_first += weighted
+                part_second += weighted * t
+                column += step
+            total += np.float64(part_total)
+            first += np.float64(part_first)
+            second += np.float64(part_second)
+        return reduce_sum3(np.float32(total), np.float32(first), np.float32(second), scratch, exchange, phase)
+
+    return evaluate

@@ -1,0 +1,76 @@
+"""Scalar arithmetic in float32 that is the same on the GPU and in the simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from burt_numba.backend import SIMULATED, cuda
+
+FLOAT32_MAX = np.float32(np.finfo(np.float32).max)
+LOG2_E = np.float32(1.4426950408889634)
+LN_2 = np.float32(0.6931471805599453)
+NEGATIVE_INFINITY = np.float32(-np.inf)
+
+if SIMULATED:
+    _SMALLEST_NORMAL = np.float32(np.finfo(np.float32).tiny)
+
+    def exp2(x):
+        """2**x, subnormal results flushed to zero, as ``ex2.approx.ftz.f32`` gives it."""
+        result = np.exp2(np.float32(x))
+        return result if result >= _SMALLEST_NORMAL else np.float32(0.0)
+
+    def log2(x):
+        """Base-2 logarithm, as ``lg2.approx.ftz.f32`` gives it (-inf at 0)."""
+        return np.log2(np.float32(x))
+
+    def maximum(a, b):
+        """The larger of two float32 values, neither of them NaN."""
+        return a if a > b else b
+
+    def minimum(a, b):
+        """The smaller of two float32 values, neither of them NaN."""
+        return a if a < b else b
+
+    def log(x):
+        """Natural logarithm to float32 accuracy."""
+        return np.float32(np.log(np.float64(x)))
+
+else:
+    import math
+
+    from llvmlite import ir
+    from numba.cuda.extending import intrinsic
+
+    from burt_numba.backend import types
+
+    def _nvvm_call(name: str, arity: int):
+        """An intrinsic that calls one float32 NVVM intrinsic: one machine instruction, which LLVM may move and fold."""
+
+        def codegen(context, builder, signature, args):
+            function_type = ir.FunctionType(ir.FloatType(), [ir.FloatType()] * arity)
+            function = builder.module.globals.get(name) or ir.Function(builder.module, function_type, name)
+            return builder.call(function, args)
+
+        signature = types.float32(*[types.float32] * arity)
+        if arity == 1:
+
+            @intrinsic
+            def call(typingctx, x):
+                return signature, codegen
+
+        else:
+
+            @intrinsic
+            def call(typingctx, a, b):
+                return signature, codegen
+
+        return call
+
+    exp2 = _nvvm_call("llvm.nvvm.ex2.approx.ftz.f", 1)
+    log2 = _nvvm_call("llvm.nvvm.lg2.approx.ftz.f", 1)
+    maximum = _nvvm_call("llvm.nvvm.fmax.f", 2)
+    minimum = _nvvm_call("llvm.nvvm.fmin.f", 2)
+
+    @cuda.jit(device=True)
+    def log(x):
+        return math.log(x)

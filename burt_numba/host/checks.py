@@ -1,0 +1,93 @@
+"""Checks of arguments, and their messages: ``function: argument: expected ..., got ...``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from burt_numba.host.arrays import Description, family_of
+from burt_numba.host.errors import BurtDimensionError
+
+FLOATING = ("float32", "float16")
+
+_CONVERSIONS = {"float64": "array.astype(np.float32), or tensor.float()", "bfloat16": "tensor.float()"}
+
+
+def describe(function: str, name: str, array: Any) -> Description:
+    """The description of an argument that must be an array."""
+    family = family_of(array)
+    if family is None:
+        raise TypeError(
+            f"{function}: {name}: expected an array (Numba, CuPy, PyTorch, NumPy or one with "
+            f"__cuda_array_interface__), got {type(array).__name__}"
+        )
+    try:
+        return family.describe(array)
+    except (TypeError, ValueError) as problem:
+        raise type(problem)(f"{function}: {name}: {problem}") from None
+
+
+def require_dtype(function: str, name: str, array: Description, accepted: Sequence[str]) -> None:
+    """TypeError unless the array's type is among those accepted."""
+    if array.dtype not in accepted:
+        hint = _CONVERSIONS.get(array.dtype)
+        convert = f" (convert with {hint})" if hint else ""
+        raise TypeError(f"{function}: {name}: expected {' or '.join(accepted)}, got {array}{convert}")
+
+
+def require_shape(function: str, name: str, array: Description, shape: tuple[int, ...]) -> None:
+    """BurtDimensionError unless the array has exactly this shape."""
+    if array.shape != shape:
+        raise BurtDimensionError(f"{function}: {name}: expected shape {shape}, got {array}")
+
+
+def require_output(function: str, name: str, array: Description, shape: tuple[int, ...], dtype: str) -> None:
+    """An array to write to: type, shape, C-contiguous, writable."""
+    require_dtype(function, name, array, (dtype,))
+    require_shape(function, name, array, shape)
+    if not array.is_contiguous:
+        raise BurtDimensionError(
+            f"{function}: {name}: expected a C-contiguous array, got {array} with strides of {array.strides} bytes"
+        )
+    if not array.writable:
+        raise BurtDimensionError(f"{function}: {name}: expected a writable array, got a read-only {array}")
+
+
+def require_number(function: str, name: str, value: Any, lowest: float, strict: bool = False) -> float:
+    """A finite real number (an infinite one where it makes sense is the caller's to allow) not below ``lowest``."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{function}: {name}: expected a number, got {type(value).__name__}") from None
+    if math.isnan(number) or number < lowest or (strict and number == lowest):
+        relation = "above" if strict else "of at least"
+        raise BurtDimensionError(f"{function}: {name}: expected a number {relation} {lowest:g}, got {value!r}")
+    return number
+
+
+def require_count(function: str, name: str, value: Any, lowest: int) -> int:
+    """An integer not below ``lowest``."""
+    try:
+        number = value.__index__()
+    except AttributeError:
+        raise TypeError(f"{function}: {name}: expected an integer, got {type(value).__name__}") from None
+    if number < lowest:
+        raise BurtDimensionError(f"{function}: {name}: expected an integer of at least {lowest}, got {number}")
+    return number
+
+
+def one_device(function: str, arrays: Sequence[tuple[str, Description]]) -> int | None:
+    """The device all arrays are on; None for host memory."""
+    name, first = arrays[0]
+    for other_name, other in arrays[1:]:
+        if other.device == first.device:
+            continue
+        places = [
+            f"{n} is a {a.family.name} array " + ("in host memory" if a.device is None else f"on device {a.device}")
+            for n, a in ((name, first), (other_name, other))
+        ]
+        raise BurtDimensionError(
+            f"{function}: {other_name}: expected all arrays in one place, but {' and '.join(places)}"
+        )
+    return first.device

@@ -1,0 +1,226 @@
+"""From a kernel and its argument types to machine code on a device: once a process, and once a machine.
+
+Machine code is kept on disk under a key of everything it depends on: the sources of this package, the versions of
+Numba and of the compiler's parts, the compute capability, the kernel, its constants and its argument types. A warm start
+compiles nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from burt_numba.host.memory import device_attribute, driver_call
+from burt_numba.target import SIMULATED, SIMULATED_CAPABILITY
+
+_DTYPES = {"f4": "float32", "f2": "float16", "u1": "uint8", "i4": "int32", "i8": "int64"}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One specialisation of a kernel: how to build it, and with which constants."""
+
+    name: str
+    build: Callable[..., Any] = field(compare=False)
+    constants: tuple[int, ...] = ()
+    launch_bounds: tuple[int, int] | None = None
+    """(most threads a block, least blocks a multiprocessor): the compiler's register limit."""
+    minimum_capability: tuple[int, int] = (7, 0)
+
+    @property
+    def dispatcher(self) -> Any:
+        """The ``cuda.jit`` kernel."""
+        return self.build(*self.constants)
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """A kernel with its argument types: what is compiled."""
+
+    kernel: KernelSpec
+    types: tuple[str, ...]
+    """``f4 i4 i8`` for scalars; ``f4:1C`` for an array of float32 of one dimension, C-contiguous (``A``: strided)."""
+    capability: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    @property
+    def key(self) -> str:
+        constants = "x".join(map(str, self.kernel.constants))
+        return f"{self.kernel.name}[{constants}]({','.join(self.types)})"
+
+    def ptx(self) -> str:
+        """Compile to PTX; needs no GPU."""
+        from burt_numba.backend import compile_to_ptx
+
+        return compile_to_ptx(
+            self.kernel.dispatcher, _numba_signature(self.types), self.capability, self.kernel.launch_bounds
+        )
+
+
+def _numba_signature(names: Iterable[str]) -> Any:
+    from burt_numba.backend import types
+
+    def numba_type(name: str) -> Any:
+        scalar, _, layout = name.partition(":")
+        element = getattr(types, _DTYPES[scalar])
+        return types.Array(element, int(layout[:-1]), layout[-1]) if layout else element
+
+    return types.void(*map(numba_type, names))
+
+
+# --- the disk cache -----------------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """``BURT_NUMBA_CACHE_DIR``, else ``burt_numba`` in the user's cache folder."""
+    chosen = os.environ.get("BURT_NUMBA_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "burt_numba"
+
+
+@cache
+def _environment_key() -> str:
+    """A hash of the package's own sources and of the versions that machine code depends on."""
+    digest = hashlib.sha256()
+    package = Path(__file__).resolve().parent.parent
+    for source in sorted(package.rglob("*.py")):
+        digest.update(str(source.relative_to(package)).encode())
+        digest.update(source.read_bytes())
+    for distribution in ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink"):
+        try:
+            digest.update(f"{distribution} {metadata.version(distribution)}".encode())
+        except metadata.PackageNotFoundError:
+            digest.update(f"{distribution} none".encode())
+    return digest.hexdigest()
+
+
+def _cache_file(specialisation: Specialisation) -> Path:
+    text = (
+        f"{_environment_key()} {specialisation.capability} {specialisation.key} {specialisation.kernel.launch_bounds}"
+    )
+    return cache_folder() / f"{specialisation.name}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.cubin"
+
+
+def _read_cache(file: Path) -> tuple[str, bytes] | None:
+    """(entry name, machine code), or None; a damaged file counts as missing."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    header, _, code = content.partition(b"\n")
+    fields = header.split(b" ")
+    if len(fields) != 2 or hashlib.sha256(code).hexdigest().encode() != fields[1]:
+        return None
+    return fields[0].decode(), code
+
+
+def _write_cache(file: Path, entry: str, code: bytes) -> None:
+    """Other processes see the whole file or none; a folder that cannot be written is no error."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(f"{entry} {hashlib.sha256(code).hexdigest()}\n".encode() + code)
+        os.replace(temporary, file)
+    except OSError:
+        pass
+
+
+# --- machine code on a device -------------------------------------------------------------------------------------
+
+
+def machine_code(specialisation: Specialisation) -> tuple[str, bytes]:
+    """(entry name, cubin), from the disk cache or compiled now."""
+    file = _cache_file(specialisation)
+    found = _read_cache(file)
+    if found is not None:
+        return found
+    from cuda.core import Linker, LinkerOptions, ObjectCode
+
+    ptx = specialisation.ptx()
+    match = re.search(r"\.visible \.entry\s+([\w$]+)", ptx)
+    if match is None:
+        raise RuntimeError(f"{specialisation.key}: no kernel in the compiled PTX")
+    major, minor = specialisation.capability
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=LinkerOptions(arch=f"sm_{major}{minor}"))
+    code = linker.link("cubin").code
+    _write_cache(file, match[1], code)
+    return match[1], code
+
+
+@cache
+def compute_capability(device: int) -> tuple[int, int]:
+    """(major, minor) of a device."""
+    if SIMULATED:
+        return SIMULATED_CAPABILITY
+    return (
+        device_attribute(device, "COMPUTE_CAPABILITY_MAJOR"),
+        device_attribute(device, "COMPUTE_CAPABILITY_MINOR"),
+    )
+
+
+_loaded: dict[Specialisation, int] = {}
+_load_lock = threading.Lock()
+_DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+def kernel_handle(kernel: KernelSpec, types: tuple[str, ...], device: int, shared_bytes: int) -> int:
+    """The CUkernel for a device, ready for ``shared_bytes`` of dynamic shared memory.
+
+    The opt-in above 48 KB is raised to the device's limit once, never lowered: another thread may be about to launch.
+    """
+    from cuda.bindings import driver
+
+    specialisation = Specialisation(kernel, types, compute_capability(device))
+    with _load_lock:
+        handle = _loaded.get(specialisation)
+        if handle is None:
+            entry, code = machine_code(specialisation)
+            library = driver_call(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+            handle = int(driver_call(driver.cuLibraryGetKernel(library, entry.encode())))
+            _loaded[specialisation] = handle
+        if shared_bytes > _DEFAULT_SHARED_BYTES - _STATIC_SHARED_ALLOWANCE:
+            limit = device_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
+            kernel_object = driver.CUkernel(handle)
+            static = driver_call(
+                driver.cuKernelGetAttribute(
+                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel_object, device
+                )
+            )
+            driver_call(
+                driver.cuKernelSetAttribute(
+                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                    limit - static,
+                    kernel_object,
+                    device,
+                )
+            )
+    return handle
+
+
+_STATIC_SHARED_ALLOWANCE = 2048
+"""Static shared bytes no kernel of the package exceeds; together with dynamic ones they share the 48 KB."""
+
+
+def all_specialisations(capability: tuple[int, int]) -> Iterable[Specialisation]:
+    """Everything that the public functions can launch on a device of this capability."""
+    from burt_numba.planning import SPECIALISATIONS
+
+    for specialisations in SPECIALISATIONS:
+        for kernel, types in specialisations():
+            if kernel.minimum_capability <= capability:
+                yield Specialisation(kernel, types, capability)

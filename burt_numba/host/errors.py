@@ -1,0 +1,294 @@
+"""Error codes, exceptions, and the buffers in which kernels report what only they can see."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+
+
+class BurtError(IntEnum):
+    """Error codes of the BURT-IMMA kernel API."""
+
+    SUCCESS = 0
+    NAN_INPUT = 1
+    INF_INPUT = 2
+    ENTROPY_OVERFLOW = 3
+    SPECTRAL_OVERFLOW = 4
+    CAPACITY_FULL = 5
+    DIM_MISMATCH = 6
+    OOM = 7
+
+
+_UNITS = {
+    BurtError.NAN_INPUT: "NaN element",
+    BurtError.INF_INPUT: "Inf element",
+    BurtError.ENTROPY_OVERFLOW: "row that cannot reach its entropy bound",
+    BurtError.SPECTRAL_OVERFLOW: "matrix still over its spectral bound",
+    BurtError.CAPACITY_FULL: "dropped token",
+    BurtError.DIM_MISMATCH: "value out of its range",
+}
+
+
+class BurtDimensionError(ValueError):
+    """An argument's shape, rank, layout or value is not what the function takes (code 6)."""
+
+    code = BurtError.DIM_MISMATCH
+
+
+class BurtSharedMemoryError(MemoryError):
+    """A layout that was asked for needs more shared memory than the device has (code 7)."""
+
+    code = BurtError.OOM
+
+
+class _Report:
+    """What a warning or an exception says about events on the device."""
+
+    def __init__(self, function: str, counts: dict[BurtError, int], first: int | None) -> None:
+        self.function = function
+        self.counts = counts
+        self.first_index = None if first is None else first >> 3
+        self.code = BurtError(first & 7) if first is not None else min(counts, default=BurtError.SUCCESS)
+        parts = []
+        for code, count in sorted(counts.items()):
+            what = _UNITS.get(code, "event")
+            plural = what.replace("row that cannot reach its", "rows that cannot reach their").replace(
+                "matrix still over its", "matrices still over their"
+            )
+            if plural == what:
+                plural = what.replace("value out of its range", "values out of their range") if " " in what else what
+                plural = what + "s" if plural == what else plural
+            parts.append(f"code {int(code)} ({code.name}): {count} {what if count == 1 else plural}")
+        where = "" if self.first_index is None else f"; first at flat index {self.first_index} (code {int(self.code)})"
+        super().__init__(f"{function}: {', '.join(parts)}{where}")
+
+
+class BurtWarning(_Report, RuntimeWarning):
+    """Events that kernels recorded. Attributes: function, code, counts, first_index."""
+
+
+class BurtRuntimeError(_Report, RuntimeError):
+    """The same as BurtWarning, raised under the policy "raise"."""
+
+
+# --- policy -------------------------------------------------------------------------------------------------------
+
+_policy = "warn"
+_synchronous_depth = 0
+_synchronous_lock = threading.Lock()
+_synchronous_environment = os.environ.get("BURT_NUMBA_SYNC", "") not in ("", "0")
+
+
+def set_error_policy(policy: str) -> None:
+    """Choose what becomes of events on the device: ``"warn"`` (the default), ``"raise"`` or ``"ignore"``."""
+    global _policy
+    if policy not in ("warn", "raise", "ignore"):
+        raise ValueError(f"set_error_policy: policy: expected 'warn', 'raise' or 'ignore', got {policy!r}")
+    _policy = policy
+
+
+def is_synchronous() -> bool:
+    """True when every call waits for its kernels and reports at once."""
+    return _synchronous_environment or _synchronous_depth > 0
+
+
+@contextmanager
+def synchronous() -> Iterator[None]:
+    """Within the block, every call waits for its kernels and reports their events at once. For debugging."""
+    global _synchronous_depth
+    with _synchronous_lock:
+        _synchronous_depth += 1
+    try:
+        yield
+    finally:
+        with _synchronous_lock:
+            _synchronous_depth -= 1
+
+
+def report(function: str, counts: dict[BurtError, int], first: int | None, stacklevel: int) -> None:
+    """Say what happened, by policy."""
+    if _policy == "raise":
+        raise BurtRuntimeError(function, counts, first)
+    if _policy == "warn":
+        warnings.warn(BurtWarning(function, counts, first), stacklevel=stacklevel + 1)
+
+
+# --- buffers ------------------------------------------------------------------------------------------------------
+
+_CELLS = 8
+_NO_EVENT = (1 << 63) - 1
+
+
+class EventCells:
+    """Eight int64 cells that device atomics reach and the host reads without waiting.
+
+    Cell 0 is the lowest ``8 * index + code``, cell ``code`` a count that only grows. What was reported is remembered
+    here and subtracted, so that nothing the device adds meanwhile is lost. Only cell 0 is ever written by the host.
+    """
+
+    def __init__(self, device: int) -> None:
+        from burt_numba.host.memory import mapped_cells
+
+        self.device = device
+        self.memory = mapped_cells(device, _CELLS)
+        self.cells = self.memory.cells
+        self.cells[0] = _NO_EVENT
+        self._lock = threading.Lock()
+        self._reported = list(self.cells)
+
+    def changed(self) -> bool:
+        """True when there is anything to report; costs well under a microsecond."""
+        return self.cells[:] != self._reported
+
+    def peek(self) -> tuple[dict[BurtError, int], int | None]:
+        """Counts since the last report and the lowest ``8 * index + code``, without marking them as reported."""
+        now = self.cells[:]
+        counts = {BurtError(c): now[c] - self._reported[c] for c in range(1, _CELLS) if now[c] != self._reported[c]}
+        return counts, None if now[0] == _NO_EVENT or not counts else now[0]
+
+    def take(self) -> tuple[dict[BurtError, int], int | None]:
+        """The same, marked as reported."""
+        with self._lock:
+            now = self.cells[:]
+            counts = {BurtError(c): now[c] - self._reported[c] for c in range(1, _CELLS) if now[c] != self._reported[c]}
+            if not counts:
+                # A place without a count: its count is on the way, and a later look finds both.
+                return {}, None
+            self.cells[0] = _NO_EVENT
+            now_first = None if now[0] == _NO_EVENT else now[0]
+            self._reported = [_NO_EVENT, *now[1:]]
+            return counts, now_first
+
+
+class ErrorBuffer:
+    """Collects the events of the calls it is given to (``errors=buffer``), instead of warnings.
+
+    Reading ``code``, ``counts`` and ``first_index`` never waits: they hold what the device has written so far.
+    ``check()`` waits. Safe to use inside CUDA graph capture.
+
+    Examples
+    --------
+    >>> import numpy as np, burt_numba
+    >>> events = burt_numba.ErrorBuffer()
+    >>> p = burt_numba.constrained_softmax(np.zeros((2, 3), np.float32), errors=events)
+    >>> events.check().name, events.counts, events.first_index
+    ('ENTROPY_OVERFLOW', {<BurtError.ENTROPY_OVERFLOW: 3>: 2}, 0)
+    """
+
+    def __init__(self) -> None:
+        self._cells: dict[int, EventCells] = {}
+        self._lock = threading.Lock()
+
+    def cells(self, device: int) -> EventCells:
+        """The cells that kernels on this device write to."""
+        found = self._cells.get(device)
+        if found is None:
+            with self._lock:
+                found = self._cells.setdefault(device, EventCells(device))
+        return found
+
+    @property
+    def counts(self) -> dict[BurtError, int]:
+        """Events so far, by code; codes without an event are left out."""
+        total: dict[BurtError, int] = {}
+        for cells in self._cells.values():
+            for code, count in cells.peek()[0].items():
+                total[code] = total.get(code, 0) + count
+        return total
+
+    def _first(self) -> int | None:
+        places = [first for cells in self._cells.values() if (first := cells.peek()[1]) is not None]
+        return min(places, default=None)
+
+    @property
+    def first_index(self) -> int | None:
+        """The lowest flat index of an event (an element or a row, as its code counts); None when there was none."""
+        first = self._first()
+        return None if first is None else first >> 3
+
+    @property
+    def code(self) -> BurtError:
+        """The code of the event at ``first_index``; SUCCESS when there was none."""
+        first = self._first()
+        if first is not None:
+            return BurtError(first & 7)
+        return min(self.counts, default=BurtError.SUCCESS)
+
+    def check(self) -> BurtError:
+        """Wait for the devices that use this buffer and return ``code``."""
+        from burt_numba.host.memory import synchronize
+
+        for device in list(self._cells):
+            synchronize(device)
+        return self.code
+
+    def reset(self) -> None:
+        """Forget the events so far."""
+        for cells in self._cells.values():
+            cells.take()
+
+
+class FunctionErrors:
+    """The default buffers of one public function, one a device."""
+
+    _all: weakref.WeakSet[FunctionErrors] = weakref.WeakSet()
+
+    def __init__(self, function: str) -> None:
+        self.function = function
+        self._cells: dict[int, EventCells] = {}
+        self._lock = threading.Lock()
+        FunctionErrors._all.add(self)
+
+    def cells(self, device: int) -> EventCells:
+        found = self._cells.get(device)
+        if found is None:
+            with self._lock:
+                found = self._cells.setdefault(device, EventCells(device))
+        return found
+
+    def report(self, cells: EventCells, stacklevel: int) -> None:
+        counts, first = cells.take()
+        if counts:
+            report(self.function, counts, first, stacklevel + 1)
+
+    @classmethod
+    def report_all(cls, stacklevel: int) -> None:
+        from burt_numba.host.memory import synchronize
+
+        found = sorted(cls._all, key=lambda errors: errors.function)
+        for device in sorted({device for errors in found for device in errors._cells}):
+            synchronize(device)
+        failure: BurtRuntimeError | None = None
+        for errors in found:
+            for cells in errors._cells.values():
+                try:
+                    errors.report(cells, stacklevel + 1)
+                except BurtRuntimeError as raised:
+                    failure = failure or raised
+        if failure is not None:
+            raise failure
+
+
+def check() -> None:
+    """Wait for all devices in use and report the events that no call has reported yet, by policy."""
+    FunctionErrors.report_all(stacklevel=2)
+
+
+def _report_at_exit() -> None:
+    try:
+        FunctionErrors.report_all(stacklevel=2)
+    except BurtRuntimeError as raised:
+        import sys
+
+        print(f"burt_numba, at exit: {raised}", file=sys.stderr)
+    except Exception:  # The driver may be gone by now; there is nobody left to tell.
+        pass
+
+
+atexit.register(_report_at_exit)

@@ -1,0 +1,235 @@
+"""Launches: described once for a kind of call, then repeated with new pointers.
+
+``cuda.jit``'s own launch converts every argument on every call. Here the arguments of a launch lie ready in one block of
+memory, as the driver wants them; a call writes the pointers that may have changed and launches. In the simulator the
+same description becomes views of NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from burt_numba.host.compiling import KernelSpec
+from burt_numba.target import SIMULATED
+
+_ITEM_BYTES = {"f4": 4, "f2": 2, "u1": 1, "i4": 4, "i8": 8}
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array argument: a view of the operand with this number (None: an array of size 0)."""
+
+    operand: int | None
+    dtype: str
+    shape: tuple[int, ...] = (0,)
+    strides: tuple[int, ...] | None = None
+    """In bytes; None: C-contiguous."""
+    offset: int = 0
+    """In bytes, from the operand's first element."""
+
+    @property
+    def type(self) -> str:
+        return f"{self.dtype}:{len(self.shape)}{'C' if self.strides is None else 'A'}"
+
+    def byte_strides(self) -> tuple[int, ...]:
+        if self.strides is not None:
+            return self.strides
+        strides = []
+        stride = _ITEM_BYTES[self.dtype]
+        for size in reversed(self.shape):
+            strides.append(stride)
+            stride *= max(size, 1)
+        return tuple(reversed(strides))
+
+
+@dataclass(frozen=True)
+class Number:
+    """A scalar argument fixed with the launch."""
+
+    value: float
+    type: str
+
+
+@dataclass(frozen=True)
+class CallNumber:
+    """A scalar argument that each call gives."""
+
+    index: int
+    type: str
+
+
+class Errors:
+    """The error buffer argument."""
+
+    type = "i8:1C"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch, for any pointers."""
+
+    kernel: KernelSpec
+    grid: tuple[int, int]
+    block: int
+    arguments: tuple[Any, ...]
+    shared_bytes: int = 0
+    cluster: int = 1
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        return tuple(argument.type for argument in self.arguments)
+
+
+class SimulatedLaunch:
+    """A launch in the simulator. Operands are NumPy arrays."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+
+    def __call__(self, operands: Sequence[Any], numbers: Sequence[float], errors: Any, stream: int) -> None:
+        from burt_numba import simulator
+
+        arguments = [self._argument(argument, operands, numbers, errors) for argument in self.launch.arguments]
+        simulator.launch(
+            self.launch.kernel.dispatcher.py_func,
+            self.launch.grid,
+            self.launch.block,
+            arguments,
+            shared_bytes=self.launch.shared_bytes,
+            cluster=self.launch.cluster,
+            name=self.launch.kernel.name,
+        )
+
+    @staticmethod
+    def _argument(argument: Any, operands: Sequence[Any], numbers: Sequence[float], errors: Any) -> Any:
+        if isinstance(argument, Array):
+            dtype = np.dtype(argument.dtype)
+            if argument.operand is None:
+                return np.empty(argument.shape, dtype)
+            return _view(operands[argument.operand], dtype, argument)
+        if isinstance(argument, Errors):
+            return errors.memory.array
+        value = argument.value if isinstance(argument, Number) else numbers[argument.index]
+        return np.dtype(argument.type).type(value)
+
+
+def _view(operand: np.ndarray, dtype: np.dtype, argument: Array) -> np.ndarray:
+    """The memory of ``operand`` seen as the argument describes it; checked to lie inside the operand's own extent."""
+    interface = {
+        "data": (operand.__array_interface__["data"][0] + argument.offset, not operand.flags.writeable),
+        "shape": argument.shape,
+        "strides": argument.byte_strides(),
+        "typestr": dtype.str,
+        "version": 3,
+    }
+    holder = _Holder(interface, operand)
+    return np.asarray(holder)
+
+
+class _Holder:
+    """Keeps the operand alive behind a view made from an address."""
+
+    def __init__(self, interface: dict[str, Any], operand: np.ndarray) -> None:
+        self.__array_interface__ = interface
+        self._operand = operand
+
+
+class DeviceLaunch:
+    """A launch on one device. Operands are device pointers.
+
+    Arguments lie in 8-byte cells: an array is (0, 0, size, item bytes, pointer, shape..., strides...), as Numba passes
+    it. The driver copies them before the launch call returns, so that a lock around writing and launching is enough for
+    any number of threads.
+    """
+
+    def __init__(self, launch: Launch, device: int) -> None:
+        from cuda.bindings import driver
+
+        from burt_numba.host.compiling import kernel_handle
+
+        values: list[tuple[str, float]] = []
+        self._pointers: list[tuple[int, int, int]] = []
+        self._errors_cell = -1
+        self._numbers: list[tuple[int, int, bool]] = []
+        for argument in launch.arguments:
+            if isinstance(argument, (Array, Errors)):
+                if isinstance(argument, Errors):
+                    argument = Array(None, "i8", (8,))
+                    self._errors_cell = len(values) + 4
+                elif argument.operand is not None:
+                    self._pointers.append((len(values) + 4, argument.operand, argument.offset))
+                size = 1
+                for extent in argument.shape:
+                    size *= extent
+                items = (0, 0, size, _ITEM_BYTES[argument.dtype], 0, *argument.shape, *argument.byte_strides())
+                values.extend(("i8", item) for item in items)
+            elif isinstance(argument, Number):
+                values.append((argument.type, argument.value))
+            else:
+                self._numbers.append((len(values), argument.index, argument.type == "f4"))
+                values.append((argument.type, 0))
+        self._cells = (ctypes.c_int64 * len(values))()
+        self._floats = (ctypes.c_float * (2 * len(values))).from_buffer(self._cells)
+        for place, (kind, value) in enumerate(values):
+            if kind == "f4":
+                self._floats[2 * place] = value
+            else:
+                self._cells[place] = int(value)
+        start = ctypes.addressof(self._cells)
+        self._parameters = (ctypes.c_void_p * len(values))(*(start + 8 * place for place in range(len(values))))
+        self._lock = threading.Lock()
+        handle = kernel_handle(launch.kernel, launch.types, device, launch.shared_bytes)
+        self._function = driver.CUfunction(handle)
+        self._launch = launch
+        self._driver_launch = driver.cuLaunchKernel
+        self._parameters_address = ctypes.addressof(self._parameters)
+        self._geometry = (*launch.grid, 1, launch.block, 1, 1, launch.shared_bytes)
+        self._config: Any = None
+        if launch.cluster > 1:
+            self._config = self._cluster_config(driver)
+            self._driver_launch = driver.cuLaunchKernelEx
+
+    def _cluster_config(self, driver: Any) -> Any:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x = self._launch.cluster
+        attribute.value.clusterDim.y = 1
+        attribute.value.clusterDim.z = 1
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *self._launch.grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._launch.block, 1, 1
+        config.sharedMemBytes = self._launch.shared_bytes
+        config.attrs = [attribute]
+        config.numAttrs = 1
+        return config
+
+    def __call__(self, operands: Sequence[int], numbers: Sequence[float], errors: Any, stream: int) -> None:
+        cells = self._cells
+        with self._lock:
+            for place, operand, offset in self._pointers:
+                cells[place] = operands[operand] + offset
+            if self._errors_cell >= 0:
+                cells[self._errors_cell] = errors.memory.pointer
+            for place, index, is_float in self._numbers:
+                if is_float:
+                    self._floats[2 * place] = numbers[index]
+                else:
+                    cells[place] = numbers[index]
+            if self._config is None:
+                (error,) = self._driver_launch(self._function, *self._geometry, stream, self._parameters_address, 0)
+            else:
+                self._config.hStream = stream
+                (error,) = self._driver_launch(self._config, self._function, self._parameters_address, 0)
+        if error != 0:
+            raise RuntimeError(f"{self._launch.kernel.name}: launch failed: {error.name}")
+
+
+def prepare(launch: Launch, device: int) -> SimulatedLaunch | DeviceLaunch:
+    """A launch that is ready to go."""
+    return SimulatedLaunch(launch) if SIMULATED else DeviceLaunch(launch, device)

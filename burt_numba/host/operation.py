@@ -1,0 +1,262 @@
+"""A public function's way from its arguments to its launches, the same for all of them.
+
+What depends only on the kind of arguments (types, shapes, strides, alignment) is worked out once and kept; a call with
+arguments of a known kind looks its launches up, checks for overlap, and launches.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from burt_numba.host import errors as reports
+from burt_numba.host.arrays import Description, Family, family_of, stream_handle
+from burt_numba.host.checks import describe, one_device
+from burt_numba.host.errors import BurtDimensionError, ErrorBuffer, FunctionErrors
+from burt_numba.host.launching import Launch, prepare
+from burt_numba.host.memory import current_device, device_context, synchronize
+from burt_numba.target import SIMULATED
+
+VECTOR_BYTES = 16
+_MOST_KINDS = 4096
+
+
+@dataclass(frozen=True)
+class Request:
+    """A kind of call: all that the choice of launches may depend on."""
+
+    operands: tuple[Description | None, ...]
+    options: tuple[Any, ...]
+    device: int
+    aligned: bool
+    """The operands that are read and written in vectors lie at multiples of 16 bytes."""
+    validate: bool
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an operation makes of a request."""
+
+    launches: Sequence[Launch]
+    out_shape: tuple[int, ...]
+    out_dtype: str
+
+
+@dataclass
+class _Call:
+    """A request's answer, ready to run."""
+
+    family: Family
+    device: int
+    on_host: bool
+    launches: list[Any]
+    out_shape: tuple[int, ...]
+    out_dtype: str
+    overlaps: list[tuple[int, int, int, int, int, int, bool]] = field(default_factory=list)
+    """(writer, its first and last byte, other, its first and last byte, the same memory is allowed)."""
+
+
+class Operation:
+    """One public function.
+
+    ``names`` are the operands in order; the last is ``out``. ``written`` are those the kernels write to, ``vectors`` those
+    whose alignment matters. ``answer(request)`` checks shapes and types and chooses the launches; ``request.operands``
+    holds None for what was not given.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        names: Sequence[str],
+        written: Sequence[str],
+        vectors: Sequence[str],
+        answer: Callable[[Request], Answer],
+    ) -> None:
+        self.name = name
+        self.names = tuple(names)
+        self.errors = FunctionErrors(name)
+        self._written = tuple(self.names.index(n) for n in written)
+        self._vectors = tuple(self.names.index(n) for n in vectors)
+        self._answer = answer
+        self._calls: dict[Any, _Call] = {}
+        self._ready = threading.local()
+
+    def __call__(
+        self,
+        operands: tuple[Any, ...],
+        numbers: tuple[float, ...],
+        options: tuple[Any, ...],
+        stream: Any,
+        errors: ErrorBuffer | None,
+        validate: bool,
+    ) -> Any:
+        keys: list[Any] = []
+        pointers: list[int] = []
+        for operand in operands:
+            if operand is None:
+                keys.append(None)
+                pointers.append(0)
+                continue
+            family = family_of(operand)
+            if family is None:
+                self._refuse(operands)
+            keys.append(family.key(operand))
+            pointers.append(family.pointer(operand))
+        alignment = 0
+        for place in self._vectors:
+            alignment |= pointers[place]
+        aligned = alignment % VECTOR_BYTES == 0
+        key = (aligned, validate, options, *keys)
+        call = self._calls.get(key)
+        if call is None:
+            call = self._prepare(operands, options, aligned, validate)
+            if len(self._calls) >= _MOST_KINDS:
+                self._calls.clear()
+            self._calls[key] = call
+        out = operands[-1]
+        if call.on_host and not SIMULATED:
+            return self._run_on_copies(operands, call, numbers, options, stream, errors, validate)
+        if out is None:
+            out = call.family.empty(call.out_shape, call.out_dtype, call.device)
+            pointers[-1] = call.family.pointer(out)
+            if aligned and pointers[-1] % VECTOR_BYTES:
+                return self((*operands[:-1], out), numbers, options, stream, errors, validate)
+            operands = (*operands[:-1], out)
+        for writer, start, end, other, other_start, other_end, same_allowed in call.overlaps:
+            a, b = pointers[writer], pointers[other]
+            if a + start < b + other_end and b + other_start < a + end and not (a == b and same_allowed):
+                raise BurtDimensionError(
+                    f"{self.name}: {self.names[writer]}: expected memory apart from {self.names[other]}, "
+                    f"but the two overlap"
+                )
+        cells = (self.errors if errors is None else errors).cells(call.device)
+        if errors is None and cells.changed():
+            self.errors.report(cells, stacklevel=3)
+        if call.launches:
+            self._launch(call, operands, pointers, numbers, cells, stream)
+            if errors is None and (SIMULATED or reports.is_synchronous()):
+                synchronize(call.device)
+                self.errors.report(cells, stacklevel=3)
+        return out
+
+    def _refuse(self, operands: Sequence[Any]) -> None:
+        for name, operand in zip(self.names, operands, strict=True):
+            if operand is not None:
+                describe(self.name, name, operand)
+
+    def _launch(
+        self,
+        call: _Call,
+        operands: Sequence[Any],
+        pointers: Sequence[int],
+        numbers: Sequence[float],
+        cells: Any,
+        stream: Any,
+    ) -> None:
+        if SIMULATED:
+            arrays = [None if o is None else family_of(o).as_numpy(o) for o in operands]  # type: ignore[union-attr]
+            for launch in call.launches:
+                launch(arrays, numbers, cells, 0)
+            return
+        handle = call.family.stream(operands[0], call.device) if stream is None else stream_handle(stream)
+        if getattr(self._ready, "device", None) == call.device and _single_device():
+            for launch in call.launches:
+                launch(pointers, numbers, cells, handle)
+        elif current_device() == call.device:
+            self._ready.device = call.device
+            for launch in call.launches:
+                launch(pointers, numbers, cells, handle)
+        else:
+            with device_context(call.device):
+                for launch in call.launches:
+                    launch(pointers, numbers, cells, handle)
+
+    def _prepare(self, operands: Sequence[Any], options: tuple[Any, ...], aligned: bool, validate: bool) -> _Call:
+        descriptions = [
+            None if operand is None else describe(self.name, name, operand)
+            for name, operand in zip(self.names, operands, strict=True)
+        ]
+        given = [(n, d) for n, d in zip(self.names, descriptions, strict=True) if d is not None]
+        device = one_device(self.name, given)
+        family = given[0][1].family
+        if not SIMULATED and device is None:
+            place = current_device() or 0
+        else:
+            place = device or 0
+        answer = self._answer(Request(tuple(descriptions), options, place, aligned, validate))
+        on_host = device is None
+        empty = 0 in answer.out_shape
+        launches = [] if empty or (on_host and not SIMULATED) else [prepare(x, place) for x in answer.launches]
+        call = _Call(family, place, on_host, launches, answer.out_shape, answer.out_dtype)
+        itemsize = 2 if answer.out_dtype == "float16" else 4
+        count = 1
+        for size in answer.out_shape:
+            count *= size
+        for writer in self._written:
+            written = descriptions[writer]
+            is_out = writer == len(operands) - 1
+            if written is None and not is_out:
+                continue
+            span = written.extent if written is not None else (0, count * itemsize)
+            for other, description in enumerate(descriptions):
+                if other == writer or description is None or (other in self._written and other < writer):
+                    continue
+                same = (
+                    is_out
+                    and other == 0
+                    and description.is_contiguous
+                    and description.dtype == answer.out_dtype
+                    and description.shape == answer.out_shape
+                )
+                call.overlaps.append((writer, *span, other, *description.extent, same))
+        if operands[-1] is None:
+            # Fresh memory overlaps nothing.
+            call.overlaps = [o for o in call.overlaps if o[0] != len(operands) - 1]
+        return call
+
+    def _run_on_copies(
+        self,
+        operands: tuple[Any, ...],
+        call: _Call,
+        numbers: tuple[float, ...],
+        options: tuple[Any, ...],
+        stream: Any,
+        errors: ErrorBuffer | None,
+        validate: bool,
+    ) -> Any:
+        """Host arrays on a real device: copy over, run, copy back, and wait."""
+        import numpy as np
+
+        from burt_numba.backend import cuda
+
+        out = operands[-1]
+        if out is None:
+            out = call.family.empty(call.out_shape, call.out_dtype, call.device)
+            operands = (*operands[:-1], out)
+        if not call.launches and 0 in call.out_shape:
+            return out
+        hosts = [None if o is None else _host_view(o) for o in operands]
+        with cuda.gpus[call.device]:
+            copies = [None if h is None else cuda.to_device(np.ascontiguousarray(h)) for h in hosts]
+            self(tuple(copies), numbers, options, stream, errors, validate)
+            if stream is not None:
+                synchronize(call.device)
+            for place in self._written:
+                host, copy = hosts[place], copies[place]
+                if host is not None and copy is not None:
+                    copy.copy_to_host(host)
+        return out
+
+
+def _host_view(array: Any) -> Any:
+    family = family_of(array)
+    assert family is not None
+    return family.describe(array).family.as_numpy(array)
+
+
+def _single_device() -> bool:
+    from burt_numba.host.memory import device_count
+
+    return device_count() == 1

@@ -1,0 +1,71 @@
+"""Answers to "what would be launched, and what does it take" without launching."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from burt_numba.host.checks import FLOATING, require_count
+from burt_numba.host.errors import BurtDimensionError
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """The geometry of one launch."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    block: int
+    shared_bytes: int
+    cluster: int = 1
+
+    def __str__(self) -> str:
+        cluster = f", clusters of {self.cluster}" if self.cluster > 1 else ""
+        return f"{self.kernel}: grid {self.grid}, block {self.block}, {self.shared_bytes:,} shared bytes{cluster}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The documented launch of a function, the launches that it really makes, and the memory it touches (bytes)."""
+
+    name: str
+    documented: LaunchPlan
+    input_bytes: int
+    output_bytes: int
+    temporary_bytes: int
+    launches: list[LaunchPlan] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [self.name, f"  documented  {self.documented}"]
+        lines += [f"  launched    {launch}" for launch in self.launches]
+        lines.append(
+            f"  bytes       input {self.input_bytes:,}, output {self.output_bytes:,}, temporary {self.temporary_bytes:,}"
+        )
+        return "\n".join(lines)
+
+
+def whole_warps(threads: int) -> int:
+    """Threads rounded up to whole warps."""
+    return -(-threads // 32) * 32
+
+
+def dimension(name: str, dims: dict[str, Any], key: str, lowest: int = 0, default: int | None = None) -> int:
+    """Take a size out of ``dims``."""
+    value = dims.pop(key, default)
+    if value is None:
+        raise BurtDimensionError(f"plan: {name}: {key} is missing")
+    return require_count(f"plan: {name}", key, value, lowest)
+
+
+def dtype_itemsize(name: str, dims: dict[str, Any]) -> tuple[str, int]:
+    """Take ``dtype`` out of ``dims``: its name and bytes."""
+    dtype = str(dims.pop("dtype", "float32"))
+    if dtype not in FLOATING:
+        raise BurtDimensionError(f"plan: {name}: dtype: expected {' or '.join(FLOATING)}, got {dtype}")
+    return dtype, 2 if dtype == "float16" else 4
+
+
+def refuse_unknown(name: str, dims: dict[str, Any]) -> None:
+    """Raise for what no plan of this function takes."""
+    if dims:
+        raise BurtDimensionError(f"plan: {name}: unexpected {', '.join(sorted(dims))}")

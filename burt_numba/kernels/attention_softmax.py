@@ -1,0 +1,329 @@
+"""Kernels of attention_softmax: softmax over the last axis of attention scores, with a mask and causality.
+
+visible = mask allows it, and key <= query + causal_offset where causal
+output  = exp(score + mask - m) / sum over the visible of the same,    m their maximum
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from burt_numba.backend import cuda
+from burt_numba.device.block import SCRATCH_SIZE
+from burt_numba.device.events import record_bad_elements
+from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, exp2, maximum
+from burt_numba.device.online_softmax import online_softmax
+from burt_numba.device.row_reductions import ANY_WARPS, row_reductions
+from burt_numba.device.rows import clean, is_bad, row_offset
+from burt_numba.device.vector import load_vector, store_vector
+from burt_numba.device.warp import any_lane
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+NO_MASK, ADDITIVE_MASK, BOOLEAN_MASK = 0, 1, 2
+
+
+@cuda.jit(device=True)
+def visible_keys(query, num_keys, causal, causal_offset):
+    """How many keys, from the first, causality leaves to a query."""
+    if causal:
+        return min(max(np.int64(query) + causal_offset + 1, np.int64(0)), np.int64(num_keys))
+    return np.int64(num_keys)
+
+
+@cuda.jit(device=True)
+def _is_nan_score(score, mask):
+    return score != score or mask != mask
+
+
+@cuda.jit(device=True)
+def _report_bad_scores(read_pair, source, first, end, step, flat_offset, errors):
+    """A warp reads its visible scores once more and reports those that are NaN or +inf, with their mask.
+
+    What a mask of -inf hides is no error, whatever it is.
+    """
+    nans = np.int32(0)
+    infinities = np.int32(0)
+    first_nan = np.int64(0)
+    first_infinity = np.int64(0)
+    for column in range(first, end, step):
+        score, mask = read_pair(source, column)
+        if mask != NEGATIVE_INFINITY and is_bad(score + mask):
+            if _is_nan_score(score, mask):
+                if nans == 0:
+                    first_nan = flat_offset + column
+                nans += np.int32(1)
+            else:
+                if infinities == 0:
+                    first_infinity = flat_offset + column
+                infinities += np.int32(1)
+    record_bad_elements(errors, nans, infinities, first_nan, first_infinity)
+
+
+@cuda.jit(device=True)
+def _documented_pair(source, column):
+    """(score, additive mask) of the documented kernel's row."""
+    scores, mask, batch, head, query = source
+    score = np.float32(scores[batch, head, query, column])
+    if mask.size == 0:
+        return score, _ZERO
+    mask_batch = batch if mask.shape[0] > 1 else 0
+    mask_head = head if mask.shape[1] > 1 else 0
+    mask_query = query if mask.shape[2] > 1 else 0
+    mask_column = column if mask.shape[3] > 1 else np.int64(0)
+    return score, np.float32(mask[mask_batch, mask_head, mask_query, mask_column])
+
+
+@cuda.jit(device=True)
+def _documented_score(source, column):
+    score, mask = _documented_pair(source, column)
+    return score + mask
+
+
+_scan_documented = online_softmax(_documented_score, row_reductions(ANY_WARPS))
+
+
+@cuda.jit
+def attention_softmax_kernel(scores, output, mask, batch_size, num_heads, seq_len, causal, causal_offset, errors):
+    """The documented layout: block (x, y) takes query y, y + gridDim.y, ... of head x % num_heads of batch x // num_heads.
+
+    Grid (batch_size * num_heads, seq_len), block min(seq_len, 1024) rounded up to whole warps; thread t takes the keys
+    t, t + blockDim.x, ... in two passes, the first with a running maximum.
+    scores and output [B, H, Sq, Sk], seq_len = Sq; mask an additive array of 4 axes, each of full size or 1, or of size 0;
+    errors int64 [8].
+    """
+    scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+    thread = np.int64(cuda.threadIdx.x)
+    threads = np.int64(cuda.blockDim.x)
+    num_keys = np.int64(scores.shape[3])
+    for matrix in range(cuda.blockIdx.x, batch_size * num_heads, cuda.gridDim.x):
+        batch = matrix // num_heads
+        head = matrix - batch * num_heads
+        for query in range(cuda.blockIdx.y, seq_len, cuda.gridDim.y):
+            visible = visible_keys(query, num_keys, causal, causal_offset)
+            source = (scores, mask, batch, head, query)
+            row_max, factor, bad = _scan_documented(source, thread, visible, threads, scratch, 0)
+            if any_lane(bad):
+                flat_offset = (np.int64(matrix) * seq_len + query) * num_keys
+                _report_bad_scores(_documented_pair, source, thread, visible, threads, flat_offset, errors)
+            for column in range(thread, num_keys, threads):
+                value = _ZERO
+                if column < visible:
+                    value = exp2((clean(_documented_score(source, column)) - row_max) * LOG2_E) * factor
+                output[batch, head, query, column] = value
+
+
+@cuda.jit(device=True)
+def _apply_additive(score, mask):
+    return score + mask
+
+
+@cuda.jit(device=True)
+def _apply_boolean(score, mask):
+    return score if mask != _ZERO else NEGATIVE_INFINITY
+
+
+@cuda.jit(device=True)
+def _additive_value(mask):
+    return mask
+
+
+@cuda.jit(device=True)
+def _boolean_value(mask):
+    return _ZERO if mask != _ZERO else NEGATIVE_INFINITY
+
+
+def _pair_reader(mask_kind: int):
+    """(score, additive mask) at a column of a row given by flat arrays, offsets and strides."""
+    mask_value = _boolean_value if mask_kind == BOOLEAN_MASK else _additive_value
+
+    @cuda.jit(device=True)
+    def read_pair(source, column):
+        scores, offset, column_stride, mask, mask_offset, mask_column_stride = source
+        score = np.float32(scores[offset + column * column_stride])
+        if mask_kind == NO_MASK:
+            return score, _ZERO
+        return score, mask_value(np.float32(mask[mask_offset + column * mask_column_stride]))
+
+    return read_pair
+
+
+@cache
+def rows_kernel(row_warps: int, per_thread: int, vector: int, mask_kind: int):
+    """The kernel that holds each row in registers, ``row_warps`` warps a row, ``per_thread`` keys a thread.
+
+    With one warp a row each warp of a block has a row of its own. Thread t holds the keys
+    (v * threads + t) * vector + 0 .. vector - 1 for v = 0, 1, ...
+    """
+    threads = row_warps * 32
+    vectors = per_thread // vector
+    stride = threads * vector
+    load = load_vector(vector)
+    store = store_vector(vector)
+    reductions = row_reductions(row_warps)
+    reduce_max, reduce_sum = reductions.maximum, reductions.sum
+    read_pair = _pair_reader(mask_kind)
+    apply_mask = _apply_boolean if mask_kind == BOOLEAN_MASK else _apply_additive
+
+    @cuda.jit
+    def attention_softmax_rows_kernel(
+        scores,
+        output,
+        mask,
+        first_row,
+        rows,
+        num_keys,
+        num_queries,
+        origin,
+        size1,
+        size2,
+        stride0,
+        stride1,
+        stride2,
+        column_stride,
+        mask_origin,
+        mask_stride0,
+        mask_stride1,
+        mask_stride2,
+        mask_column_stride,
+        causal,
+        causal_offset,
+        errors,
+    ):
+        scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+        registers = cuda.local.array(per_thread, np.float32)
+        mask_registers = cuda.local.array(per_thread, np.float32)
+        if row_warps == 1:
+            thread = cuda.threadIdx.x & 31
+            row = cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5)
+        else:
+            thread = cuda.threadIdx.x
+            row = cuda.blockIdx.x
+        # Only warps with a row of their own can be without one: where barriers stand, every block has its row.
+        if row < rows:
+            offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
+            mask_offset = mask_origin + row_offset(row, size1, size2, mask_stride0, mask_stride1, mask_stride2)
+            output_row = first_row + row
+            output_offset = output_row * num_keys
+            visible = np.int32(num_keys)
+            if causal:
+                visible = np.int32(visible_keys(output_row % num_queries, num_keys, causal, causal_offset))
+            for part in range(vectors):
+                column = part * stride + thread * vector
+                if column < visible:
+                    if vector == 1:
+                        registers[part] = np.float32(scores[offset + column * column_stride])
+                        if mask_kind != NO_MASK:
+                            mask_registers[part] = np.float32(mask[mask_offset + column * mask_column_stride])
+                    else:
+                        load(scores, offset + column, registers, part * vector)
+                        if mask_kind != NO_MASK:
+                            load(mask, mask_offset + column, mask_registers, part * vector)
+                else:
+                    for element in range(vector):
+                        registers[part * vector + element] = NEGATIVE_INFINITY
+                        mask_registers[part * vector + element] = _ZERO
+            if mask_kind != NO_MASK:
+                for element in range(per_thread):
+                    registers[element] = apply_mask(registers[element], mask_registers[element])
+            if vector > 1 and causal:
+                # A vector across the diagonal holds keys that the query must not see.
+                for element in range(per_thread):
+                    if (element // vector) * stride + thread * vector + element % vector >= visible:
+                        registers[element] = NEGATIVE_INFINITY
+            bad = False
+            for element in range(per_thread):
+                bad |= is_bad(registers[element])
+            if any_lane(bad):
+                for element in range(per_thread):
+                    registers[element] = clean(registers[element])
+                source = (scores, offset, column_stride, mask, mask_offset, mask_column_stride)
+                _report_bad_scores(
+                    read_pair, source, np.int64(thread), np.int64(visible), np.int64(threads), output_offset, errors
+                )
+            row_max = -FLOAT32_MAX
+            for element in range(per_thread):
+                row_max = maximum(row_max, registers[element])
+            row_max = reduce_max(row_max, scratch, scratch, 0)
+            total = _ZERO
+            for element in range(per_thread):
+                registers[element] = exp2((registers[element] - row_max) * LOG2_E)
+                total += registers[element]
+            total = reduce_sum(total, scratch, scratch, 1)
+            factor = _ONE / total if total > _ZERO else _ZERO
+            for element in range(per_thread):
+                registers[element] *= factor
+            for part in range(vectors):
+                column = part * stride + thread * vector
+                if column < num_keys:
+                    if vector == 1:
+                        output[output_offset + column] = registers[part]
+                    else:
+                        store(output, output_offset + column, registers, part * vector)
+
+    return attention_softmax_rows_kernel
+
+
+@cache
+def streamed_kernel(mask_kind: int):
+    """The kernel for rows that no register file holds: a block a row, which reads it twice.
+
+    Its arguments are those of the kernel from ``rows_kernel``, with a 64-bit number of keys.
+    """
+    read_pair = _pair_reader(mask_kind)
+
+    @cuda.jit(device=True)
+    def read_score(source, column):
+        score, mask = read_pair(source, column)
+        return score + mask
+
+    scan = online_softmax(read_score, row_reductions(ANY_WARPS))
+
+    @cuda.jit
+    def attention_softmax_streamed_kernel(
+        scores,
+        output,
+        mask,
+        first_row,
+        rows,
+        num_keys,
+        num_queries,
+        origin,
+        size1,
+        size2,
+        stride0,
+        stride1,
+        stride2,
+        column_stride,
+        mask_origin,
+        mask_stride0,
+        mask_stride1,
+        mask_stride2,
+        mask_column_stride,
+        causal,
+        causal_offset,
+        errors,
+    ):
+        scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+        row = cuda.blockIdx.x
+        thread = np.int64(cuda.threadIdx.x)
+        threads = np.int64(cuda.blockDim.x)
+        offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
+        mask_offset = mask_origin + row_offset(row, size1, size2, mask_stride0, mask_stride1, mask_stride2)
+        output_row = first_row + row
+        output_offset = output_row * num_keys
+        visible = visible_keys(output_row % num_queries, num_keys, causal, causal_offset)
+        source = (scores, offset, column_stride, mask, mask_offset, mask_column_stride)
+        row_max, factor, bad = scan(source, thread, visible, threads, scratch, 0)
+        if any_lane(bad):
+            _report_bad_scores(read_pair, source, thread, visible, threads, output_offset, errors)
+        for column in range(thread, num_keys, threads):
+            value = _ZERO
+            if column < visible:
+                value = exp2((clean(read_score(source, column)) - row_max) * LOG2_E) * factor
+            output[output_offset + column] = value
+
+    return attention_softmax_streamed_kernel

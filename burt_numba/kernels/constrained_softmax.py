@@ -1,0 +1,349 @@
+"""Softmax under an upper bound on its entropy.
+
+For each row z of logits, p = softmax(z / T) with the largest T <= 1 at which H(p) = -sum p ln p <= entropy_bound. Scaling
+the temperature is the projection of softmax(z) on {H <= bound} in KL(p || softmax(z)). docs/constrained_softmax.md has
+the derivation and the search.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from burt_numba.backend import cuda
+from burt_numba.device.block import MAX_WARPS, SCRATCH_SIZE
+from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
+from burt_numba.device.entropy import (
+    GAP_RANGE,
+    UNREACHED_TOLERANCE,
+    column_sums,
+    entropy_search,
+    first_beta,
+    gap_of,
+    last_beta,
+)
+from burt_numba.device.events import DIM_MISMATCH, ENTROPY_OVERFLOW, record_event
+from burt_numba.device.numeric import NEGATIVE_INFINITY, exp2, maximum
+from burt_numba.device.row_reductions import ANY_WARPS, row_reductions
+from burt_numba.device.rows import clean, is_bad, report_bad_elements, row_offset
+from burt_numba.device.vector import load_vector, store_vector
+from burt_numba.device.warp import any_lane
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+@cuda.jit(device=True)
+def _row_bound(row_bounds, place, entropy_bound, row, reports, errors):
+    """The row's own bound where bounds are given; one that is no bound counts as 0 and is reported by one thread."""
+    if row_bounds.size == 0:
+        return entropy_bound
+    bound = row_bounds[place]
+    if bound >= _ZERO:
+        return bound
+    if reports:
+        record_event(errors, DIM_MISMATCH, 1, row)
+    return _ZERO
+
+
+@cuda.jit(device=True)
+def _report_row(row, beta, entropy, bound, temperature_out, entropy_out, errors):
+    """One thread writes what is wanted about the row, and reports a bound that was out of reach."""
+    if temperature_out.size > 0:
+        temperature_out[row] = _ONE / beta
+    if entropy_out.size > 0:
+        entropy_out[row] = entropy
+    if entropy > bound + UNREACHED_TOLERANCE:
+        record_event(errors, ENTROPY_OVERFLOW, 1, row)
+
+
+@cuda.jit(device=True)
+def _staged_gap(source, column):
+    """A gap of the documented kernel: from shared memory, or from the row where that is too short."""
+    logits, row, num_classes, staged, row_max, gap_limit = source
+    if staged.size >= num_classes:
+        return staged[column]
+    return gap_of(row_max, clean(np.float32(logits[row, column])), gap_limit)
+
+
+_block = row_reductions(ANY_WARPS)
+_block_max = _block.maximum
+_search_staged = entropy_search(column_sums(_staged_gap, _block.sum3))
+
+
+@cuda.jit
+def constrained_softmax_kernel(
+    logits,
+    output,
+    batch_size,
+    num_classes,
+    entropy_bound,
+    temperature_min,
+    temperature_max,
+    max_iterations,
+    row_bounds,
+    temperature_out,
+    entropy_out,
+    errors,
+):
+    """The documented layout: block b takes rows b, b + gridDim.x, ...; thread t takes columns t, t + blockDim.x, ...
+
+    Grid (batch_size), block min(num_classes, 1024) rounded up to whole warps, shared num_classes * 4 bytes. With less
+    shared memory each evaluation reads the row again, so that a row may have any length.
+    logits [B, C], output [B, C]; row_bounds, temperature_out, entropy_out [B] or of size 0; errors int64 [8].
+    """
+    scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+    staged = cuda.shared.array(0, np.float32)
+    thread = cuda.threadIdx.x
+    threads = cuda.blockDim.x
+    lowest_beta = first_beta(np.float32(temperature_min), np.float32(temperature_max))
+    highest_beta = last_beta(np.float32(temperature_min), lowest_beta)
+    gap_limit = GAP_RANGE / lowest_beta
+    phase = 0
+    for row in range(cuda.blockIdx.x, batch_size, cuda.gridDim.x):
+        bound = _row_bound(row_bounds, row, np.float32(entropy_bound), row, thread == 0, errors)
+        row_max = NEGATIVE_INFINITY
+        bad = False
+        for column in range(thread, num_classes, threads):
+            value = np.float32(logits[row, column])
+            bad |= is_bad(value)
+            value = clean(value)
+            row_max = maximum(row_max, value)
+            if staged.size >= num_classes:
+                staged[column] = value
+        if any_lane(bad):
+            report_bad_elements(logits[row], 0, 1, thread, num_classes, threads, np.int64(row) * num_classes, errors)
+        row_max = _block_max(row_max, scratch, scratch, phase)
+        phase ^= 1
+        if row_max == NEGATIVE_INFINITY:
+            row_max = _ZERO
+        # No barrier round the staging: a thread reads back only the columns it wrote.
+        if staged.size >= num_classes:
+            for column in range(thread, num_classes, threads):
+                staged[column] = gap_of(row_max, staged[column], gap_limit)
+        source = (logits, row, num_classes, staged, row_max, gap_limit)
+        data = (source, np.int64(thread), np.int64(num_classes), np.int64(threads), scratch, scratch)
+        beta, total, entropy, phase = _search_staged(data, bound, lowest_beta, highest_beta, max_iterations, phase)
+        scale = _ONE / total if total > _ZERO else _ZERO
+        for column in range(thread, num_classes, threads):
+            output[row, column] = exp2(-beta * _staged_gap(source, column)) * scale
+        if thread == 0:
+            _report_row(row, beta, entropy, bound, temperature_out, entropy_out, errors)
+
+
+@cache
+def rows_kernel(row_warps: int, per_thread: int, vector: int, blocks: int):
+    """The kernel that holds each row in registers.
+
+    ``row_warps`` warps of each of ``blocks`` blocks (a cluster, if more than 1) share a row, ``per_thread`` columns a
+    thread, loaded ``vector`` at a time. With one warp a row, each warp of a block has a row of its own:
+
+        row_warps 1                      row_warps w, blocks 1        row_warps w, blocks k
+        block b: row wb   | warp 0       block b: row b | all warps   blocks kr .. kr+k-1: row r, block i its i-th part
+                 row wb+1 | warp 1
+                 ...
+        columns of thread t: (v * threads + t) * vector + 0 .. vector - 1 for v = 0, 1, ... of its block's part
+    """
+    threads = row_warps * 32
+    vectors = per_thread // vector
+    stride = threads * vector
+    load = load_vector(vector)
+    store = store_vector(vector)
+    reductions = row_reductions(row_warps, blocks)
+    reduce_max, reduce_sum3, block_rank = reductions.maximum, reductions.sum3, reductions.rank
+
+    @cuda.jit(device=True)
+    def evaluate(data, beta, phase):
+        registers, scratch, exchange = data
+        total = _ZERO
+        first = _ZERO
+        second = _ZERO
+        for element in range(per_thread):
+            t = beta * registers[element]
+            weight = exp2(-t)
+            weighted = t * weight
+            total += weight
+            first += weighted
+            second += weighted * t
+        return reduce_sum3(total, first, second, scratch, exchange, phase)
+
+    search = entropy_search(evaluate)
+
+    @cuda.jit
+    def constrained_softmax_rows_kernel(
+        logits,
+        output,
+        first_row,
+        rows,
+        num_classes,
+        part_size,
+        origin,
+        size1,
+        size2,
+        stride0,
+        stride1,
+        stride2,
+        column_stride,
+        entropy_bound,
+        temperature_min,
+        temperature_max,
+        max_iterations,
+        row_bounds,
+        bound_origin,
+        bound_stride0,
+        bound_stride1,
+        bound_stride2,
+        temperature_out,
+        entropy_out,
+        errors,
+    ):
+        scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+        exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
+        registers = cuda.local.array(per_thread, np.float32)
+        if row_warps == 1:
+            thread = cuda.threadIdx.x & 31
+            row = cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5)
+        else:
+            thread = cuda.threadIdx.x
+            row = cuda.blockIdx.x // blocks
+        # Only warps with a row of their own can be without one: where barriers stand, every block has its row.
+        if row < rows:
+            offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
+            output_row = first_row + row
+            output_offset = output_row * num_classes
+            part_start = np.int64(block_rank()) * part_size
+            part_end = min(part_start + part_size, np.int64(num_classes))
+            bad = False
+            row_max = NEGATIVE_INFINITY
+            for part in range(vectors):
+                column = part_start + part * stride + thread * vector
+                if column < part_end:
+                    if vector == 1:
+                        registers[part] = np.float32(logits[offset + column * column_stride])
+                    else:
+                        load(logits, offset + column, registers, part * vector)
+                else:
+                    for element in range(vector):
+                        registers[part * vector + element] = NEGATIVE_INFINITY
+            for element in range(per_thread):
+                bad |= is_bad(registers[element])
+            if any_lane(bad):
+                for element in range(per_thread):
+                    registers[element] = clean(registers[element])
+                first_column = part_start + thread
+                report_bad_elements(
+                    logits, offset, column_stride, first_column, part_end, threads, output_offset, errors
+                )
+            for element in range(per_thread):
+                row_max = maximum(row_max, registers[element])
+            row_max = reduce_max(row_max, scratch, exchange, 0)
+            if row_max == NEGATIVE_INFINITY:
+                row_max = _ZERO
+            reports = thread == 0 and part_start == 0
+            bound_place = bound_origin + row_offset(row, size1, size2, bound_stride0, bound_stride1, bound_stride2)
+            bound = _row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
+            lowest_beta = first_beta(temperature_min, temperature_max)
+            highest_beta = last_beta(temperature_min, lowest_beta)
+            gap_limit = GAP_RANGE / lowest_beta
+            for element in range(per_thread):
+                registers[element] = gap_of(row_max, registers[element], gap_limit)
+            data = (registers, scratch, exchange)
+            beta, total, entropy, phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
+            scale = _ONE / total if total > _ZERO else _ZERO
+            for element in range(per_thread):
+                registers[element] = exp2(-beta * registers[element]) * scale
+            for part in range(vectors):
+                column = part_start + part * stride + thread * vector
+                if column < part_end:
+                    if vector == 1:
+                        output[output_offset + column] = registers[part]
+                    else:
+                        store(output, output_offset + column, registers, part * vector)
+            if reports:
+                _report_row(output_row, beta, entropy, bound, temperature_out, entropy_out, errors)
+
+    return constrained_softmax_rows_kernel
+
+
+@cuda.jit(device=True)
+def _streamed_gap(source, column):
+    """A gap of a row that is read from global memory each time."""
+    logits, offset, column_stride, row_max, gap_limit = source
+    return gap_of(row_max, clean(np.float32(logits[offset + column * column_stride])), gap_limit)
+
+
+@cache
+def streamed_kernel(blocks: int):
+    """The kernel for rows that no register file holds: ``blocks`` blocks a row read their part again each time.
+
+    Its arguments are those of the kernel from ``rows_kernel``, with 64-bit sizes.
+    """
+    reductions = row_reductions(MAX_WARPS, blocks)
+    reduce_max, block_rank = reductions.maximum, reductions.rank
+    search = entropy_search(column_sums(_streamed_gap, reductions.sum3))
+
+    @cuda.jit
+    def constrained_softmax_streamed_kernel(
+        logits,
+        output,
+        first_row,
+        rows,
+        num_classes,
+        part_size,
+        origin,
+        size1,
+        size2,
+        stride0,
+        stride1,
+        stride2,
+        column_stride,
+        entropy_bound,
+        temperature_min,
+        temperature_max,
+        max_iterations,
+        row_bounds,
+        bound_origin,
+        bound_stride0,
+        bound_stride1,
+        bound_stride2,
+        temperature_out,
+        entropy_out,
+        errors,
+    ):
+        scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+        exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
+        row = cuda.blockIdx.x // blocks
+        offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
+        output_row = first_row + row
+        output_offset = output_row * num_classes
+        threads = np.int64(cuda.blockDim.x)
+        part_start = np.int64(block_rank()) * part_size
+        part_end = min(part_start + part_size, num_classes)
+        first_column = part_start + cuda.threadIdx.x
+        bad = False
+        row_max = NEGATIVE_INFINITY
+        for column in range(first_column, part_end, threads):
+            value = np.float32(logits[offset + column * column_stride])
+            bad |= is_bad(value)
+            row_max = maximum(row_max, clean(value))
+        if any_lane(bad):
+            report_bad_elements(logits, offset, column_stride, first_column, part_end, threads, output_offset, errors)
+        row_max = reduce_max(row_max, scratch, exchange, 0)
+        if row_max == NEGATIVE_INFINITY:
+            row_max = _ZERO
+        reports = cuda.threadIdx.x == 0 and part_start == 0
+        bound_place = bound_origin + row_offset(row, size1, size2, bound_stride0, bound_stride1, bound_stride2)
+        bound = _row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
+        lowest_beta = first_beta(temperature_min, temperature_max)
+        highest_beta = last_beta(temperature_min, lowest_beta)
+        source = (logits, offset, column_stride, row_max, GAP_RANGE / lowest_beta)
+        data = (source, first_column, part_end, threads, scratch, exchange)
+        beta, total, entropy, phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
+        scale = _ONE / total if total > _ZERO else _ZERO
+        for column in range(first_column, part_end, threads):
+            output[output_offset + column] = exp2(-beta * _streamed_gap(source, column)) * scale
+        if reports:
+            _report_row(output_row, beta, entropy, bound, temperature_out, entropy_out, errors)
+
+    return constrained_softmax_streamed_kernel

@@ -1,0 +1,60 @@
+"""The kernel behind ``validate_output=True``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from burt_numba.backend import cuda
+from burt_numba.device.block import SCRATCH_SIZE
+from burt_numba.device.events import ENTROPY_OVERFLOW, record_event
+from burt_numba.device.numeric import NEGATIVE_INFINITY, log
+from burt_numba.device.row_reductions import ANY_WARPS, row_reductions
+from burt_numba.device.rows import is_bad, report_bad_elements, row_offset
+from burt_numba.device.warp import any_lane
+
+_ZERO = np.float32(0.0)
+_block_sum = row_reductions(ANY_WARPS).sum
+
+
+@cuda.jit
+def distribution_check_kernel(
+    distribution,
+    first_row,
+    rows,
+    columns,
+    entropy_bound,
+    tolerance,
+    row_bounds,
+    size1,
+    size2,
+    bound_origin,
+    bound_stride0,
+    bound_stride1,
+    bound_stride2,
+    errors,
+):
+    """Block b checks the rows b, b + gridDim.x, ...: what is not finite is recorded, and an entropy over the bound."""
+    scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+    thread = np.int64(cuda.threadIdx.x)
+    threads = np.int64(cuda.blockDim.x)
+    phase = 0
+    for row in range(cuda.blockIdx.x, rows, cuda.gridDim.x):
+        offset = (first_row + row) * columns
+        bad = False
+        entropy = np.float64(0.0)
+        for column in range(thread, columns, threads):
+            probability = np.float32(distribution[offset + column])
+            if is_bad(probability) or probability == NEGATIVE_INFINITY:
+                bad = True
+            elif probability > _ZERO:
+                entropy -= np.float64(probability * log(probability))
+        if any_lane(bad):
+            report_bad_elements(distribution, offset, np.int64(1), thread, columns, threads, offset, errors)
+        total = _block_sum(np.float32(entropy), scratch, scratch, phase)
+        phase ^= 1
+        bound = entropy_bound
+        if row_bounds.size > 0:
+            place = bound_origin + row_offset(row, size1, size2, bound_stride0, bound_stride1, bound_stride2)
+            bound = row_bounds[place] if row_bounds[place] >= _ZERO else _ZERO
+        if thread == 0 and total > bound + tolerance:
+            record_event(errors, ENTROPY_OVERFLOW, 1, first_row + row)

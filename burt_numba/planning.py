@@ -1,0 +1,45 @@
+"""``plan``: what a call would launch and touch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from burt_numba.attention_softmax import plan as _plan_attention_softmax
+from burt_numba.attention_softmax import specialisations as _attention_softmax_specialisations
+from burt_numba.constrained_softmax import plan as _plan_constrained_softmax
+from burt_numba.constrained_softmax import specialisations as _constrained_softmax_specialisations
+from burt_numba.host.errors import BurtDimensionError
+from burt_numba.host.plans import Plan
+from burt_numba.validation import validation_specialisations
+
+_PLANS = {"attention_softmax": _plan_attention_softmax, "constrained_softmax": _plan_constrained_softmax}
+
+SPECIALISATIONS = (_attention_softmax_specialisations, _constrained_softmax_specialisations, validation_specialisations)
+"""What each part of the package can launch."""
+
+
+def plan(name: str, **dims: Any) -> Plan:
+    """The documented launch, the launches really made, and the bytes touched, without launching.
+
+    Parameters
+    ----------
+    name : str
+        A public function.
+    **dims
+        ``constrained_softmax``: batch_size, num_classes. ``attention_softmax``: batch_size, num_heads, seq_len (queries),
+        key_len (seq_len), masked (False), causal (False). Both: dtype ("float32"), compute_capability ((9, 0)).
+
+    Returns
+    -------
+    Plan
+        For contiguous arrays at aligned addresses; ``str()`` of it reads well.
+
+    Examples
+    --------
+    >>> import burt_numba
+    >>> burt_numba.plan("constrained_softmax", batch_size=32, num_classes=1000).documented.shared_bytes
+    4000
+    """
+    if name not in _PLANS:
+        raise BurtDimensionError(f"plan: name: expected one of {', '.join(sorted(_PLANS))}, got {name!r}")
+    return _PLANS[name](**dims)

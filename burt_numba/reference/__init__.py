@@ -1,0 +1,17 @@
+"""What the operations should give: NumPy in float64, no Numba, written to be read.
+
+One function for each operation, with its name, parameters and degradations. The tests and ``burt-numba check``
+measure every kernel against these.
+"""
+
+from burt_numba.reference.attention_softmax import AttentionSoftmaxResult, attention_softmax
+from burt_numba.reference.common import entropy
+from burt_numba.reference.constrained_softmax import ConstrainedSoftmaxResult, constrained_softmax
+
+__all__ = [
+    "AttentionSoftmaxResult",
+    "ConstrainedSoftmaxResult",
+    "attention_softmax",
+    "constrained_softmax",
+    "entropy",
+]

@@ -1,0 +1,46 @@
+"""The launch limits of a GPU of compute capability 9.0, checked before a kernel runs."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any
+
+MAX_THREADS_PER_BLOCK = 1024
+MAX_BLOCK = (1024, 1024, 64)
+MAX_GRID = (2**31 - 1, 65535, 65535)
+MAX_CLUSTER = 16
+MAX_STATIC_SHARED_BYTES = 48 * 1024
+MAX_SHARED_BYTES = 227 * 1024
+
+_AXES = "xyz"
+
+
+def extents(value: Any, what: str) -> tuple[int, int, int]:
+    """``value``, an int or one to three of them, as three extents."""
+    given = tuple(value) if isinstance(value, (tuple, list)) else (value,)
+    if not 1 <= len(given) <= 3:
+        raise ValueError(f"launch: {what}: expected 1 to 3 extents, got {value!r}")
+    for extent in given:
+        if not isinstance(extent, numbers.Integral) or isinstance(extent, bool):
+            raise TypeError(f"launch: {what}: expected integers, got {value!r}")
+    x, y, z = (*(int(extent) for extent in given), 1, 1)[:3]
+    return x, y, z
+
+
+def check_launch(grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, cluster: int) -> None:
+    """Raise ValueError for a launch that a GPU would refuse."""
+    for what, given, most in (("grid", grid, MAX_GRID), ("block", block, MAX_BLOCK)):
+        for axis, extent, limit in zip(_AXES, given, most, strict=True):
+            if not 1 <= extent <= limit:
+                raise ValueError(f"launch: {what}.{axis}: expected 1 to {limit}, got {extent} in {given}")
+    threads = block[0] * block[1] * block[2]
+    if threads > MAX_THREADS_PER_BLOCK:
+        raise ValueError(f"launch: block: at most {MAX_THREADS_PER_BLOCK} threads, got {threads} in {block}")
+    if not isinstance(shared_bytes, numbers.Integral):
+        raise TypeError(f"launch: shared_bytes: expected an integer, got {shared_bytes!r}")
+    if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
+        raise ValueError(f"launch: shared_bytes: expected 0 to {MAX_SHARED_BYTES}, got {shared_bytes}")
+    if not 1 <= cluster <= MAX_CLUSTER:
+        raise ValueError(f"launch: cluster: expected 1 to {MAX_CLUSTER} blocks, got {cluster}")
+    if grid[0] % cluster:
+        raise ValueError(f"launch: cluster: grid.x must be a multiple of {cluster}, got {grid[0]}")

@@ -1,0 +1,20 @@
+"""Where kernels run, known without importing Numba, and limits that do not depend on the device."""
+
+from __future__ import annotations
+
+import os
+
+SIMULATED: bool = os.environ.get("NUMBA_ENABLE_CUDASIM", "0").strip() not in ("", "0")
+"""True when NUMBA_ENABLE_CUDASIM was set: kernels run in the simulator."""
+
+MAX_CLUSTER_BLOCKS = 8
+"""Blocks in a cluster that every device with clusters can place."""
+
+CLUSTER_CAPABILITY = (9, 0)
+"""The first compute capability whose devices launch thread-block clusters."""
+
+SIMULATED_CAPABILITY = (9, 0)
+"""The compute capability that the simulator stands for."""
+
+SIMULATED_SHARED_BYTES = 227 * 1024
+"""Shared memory of a block that the simulator allows, as compute capability 9.0 does."""

@@ -1,0 +1,67 @@
+"""The second pass behind ``validate_output=True``: is a distribution finite, and within its entropy bound?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from burt_numba.host.compiling import KernelSpec
+from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
+from burt_numba.host.rows import RowSegment
+from burt_numba.softmax_launches import StridedRows
+
+_THREADS = 256
+_MOST_BLOCKS = 1 << 20
+
+_TOLERANCE = {"f4": 1e-5, "f2": 5e-3}
+"""Nats: how far rounding the probabilities to the output's type can move the entropy of a row that met its bound."""
+
+
+def _kernel() -> KernelSpec:
+    def build() -> Any:
+        from burt_numba.kernels.validation import distribution_check_kernel
+
+        return distribution_check_kernel
+
+    return KernelSpec("distribution_check", build, (), (_THREADS, 4))
+
+
+def validation_launch(
+    operand: int,
+    dtype: str,
+    columns: int,
+    segment: RowSegment,
+    total_rows: int,
+    bounds: StridedRows | None = None,
+    bound_number: int | None = None,
+) -> Launch:
+    """Check the rows of a segment of the C-contiguous operand [total_rows, columns].
+
+    ``bounds`` is the segment's second operand, one bound a row (or of size 0); ``bound_number`` the call's number that
+    holds for all rows. Without either there is no bound.
+    """
+    bound = Number(float("inf"), "f4") if bound_number is None else CallNumber(bound_number, "f4")
+    strides = segment.strides[1] if bounds is not None else (0, 0, 0)
+    origin = bounds.origin + segment.origins[1] if bounds is not None else 0
+    arguments = (
+        Array(operand, dtype, (total_rows * columns,)),
+        Number(segment.first_row, "i8"),
+        Number(segment.rows, "i4"),
+        Number(columns, "i8"),
+        bound,
+        Number(_TOLERANCE[dtype], "f4"),
+        bounds.argument if bounds is not None else Array(None, "f4"),
+        Number(segment.size1, "i4"),
+        Number(segment.size2, "i4"),
+        Number(origin, "i8"),
+        *(Number(stride, "i8") for stride in strides),
+        Errors(),
+    )
+    return Launch(_kernel(), (min(segment.rows, _MOST_BLOCKS), 1), _THREADS, arguments)
+
+
+def validation_specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
+    """For the compile matrix."""
+    for dtype in ("f4", "f2"):
+        numbers = ("i8", "i4", "i8", "f4", "f4")
+        yield _kernel(), (f"{dtype}:1C", *numbers, "f4:1C", "i4", "i4", *("i8",) * 4, "i8:1C")

@@ -1,0 +1,1 @@
+"""Measurements and resource checks, run from a checkout; no part of the installed package."""

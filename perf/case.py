@@ -1,0 +1,103 @@
+"""What a benchmark case is: the operation's own count of bytes, how inputs are made, what it is held against."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Inputs = Mapping[str, Any]
+"""The torch tensors of one call, by argument name."""
+
+ITEM_BYTES = {"float32": 4, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The time asked of a case: microseconds, or a multiple of something measured in the same run."""
+
+    factor: float
+    of: str = "us"
+    """"us", "copy" (of the same bytes), "whole copy" (every element read and written) or "plain"."""
+
+    def __post_init__(self) -> None:
+        if self.of not in ("us", "copy", "whole copy", "plain"):
+            raise ValueError(f"Limit: of: expected us, copy, whole copy or plain, got {self.of!r}")
+
+    def microseconds(self, measured: Mapping[str, float | None]) -> float | None:
+        """Return the limit, or None where what it is a multiple of was not measured."""
+        if self.of == "us":
+            return self.factor
+        base = measured.get(self.of)
+        return None if base is None else self.factor * base
+
+    def __str__(self) -> str:
+        return f"{self.factor:g} us" if self.of == "us" else f"{self.factor:g} x {self.of}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of the table. The runner does the rest."""
+
+    op: str
+    name: str
+    stands_for: str
+    dtype: str
+    variant: str
+    shape: tuple[int, ...]
+    """Of the first input and of the output."""
+    bytes_moved: int
+    """What the operation has to move: each input element it needs read once, each output element written once."""
+    flops: int
+    make: Callable[[int], Inputs]
+    """Inputs on the device, from a seed."""
+    first: str
+    """Name of the first input, which has the output's shape and dtype."""
+    call: Callable[[Inputs, Any, Any], object]
+    """(inputs, out, errors): one call of the operation."""
+    check: Callable[[Inputs, Any], str]
+    """(inputs, out): hold one call against the reference; a note on success, `checks.Wrong` otherwise."""
+    eager: Callable[..., Any]
+    """The same in eager PyTorch, as a user would write it; also what torch.compile gets."""
+    eager_inputs: tuple[str, ...]
+    limit: Limit | None = None
+    cached: bool = False
+    """Time calls over one set of buffers, so that small inputs come from the L2 cache."""
+    in_place: bool = False
+    offset: int = 0
+    """Elements by which the buffers start past an aligned address."""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Every element read once and written once."""
+        return 2 * self.elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def data(self) -> str:
+        """Where the timed calls find their inputs."""
+        if self.in_place:
+            return "fresh"
+        return "cached" if self.cached else "rotated"
+
+    @property
+    def title(self) -> str:
+        return f"{self.op} {self.name} {self.dtype} {self.variant} {self.data}"
+
+    def matches(self, text: str) -> bool:
+        """True when every word of `text` begins a word of the title ("active" is not found in "inactive")."""
+        title = self.title.lower().split()
+        return all(any(word.startswith(wanted) for word in title) for wanted in text.lower().split())
+
+    def arguments(self, inputs: Inputs) -> tuple[Any, ...]:
+        """Return what `eager` takes."""
+        return tuple(inputs.get(name) for name in self.eager_inputs)
+
+
+def sets_to_rotate(set_bytes: int, cache_bytes: int, most: int = 1024) -> int:
+    """How many sets of buffers a timing turns through so that none is found in the cache: three caches full."""
+    return max(1, min(most, math.ceil(3 * cache_bytes / max(set_bytes, 1))))

@@ -1,0 +1,205 @@
+"""What each compiled kernel takes of a multiprocessor, for every compute capability, with no GPU.
+
+Every kernel specialisation that the package can launch is compiled to PTX and assembled with ``ptxas -v``. A register
+spill, or any other local memory, fails the check unless resources_allowed.json allows it, by kernel::
+
+    {"constrained_softmax_kernel": {"spill_bytes": 0, "stack_bytes": 32, "reason": "..."}}
+
+Run from the root of a checkout, with the extra ``cu13`` or, for compute capability 7.0, ``cu12``::
+
+    python -m perf.resources
+    python -m perf.resources --capability 9.0
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ALLOWED = Path(__file__).with_name("resources_allowed.json")
+
+Capability = tuple[int, int]
+
+# What CUDA 13 compiles for. CUDA 12 alone still knows 7.0.
+CAPABILITIES: tuple[Capability, ...] = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+
+
+@dataclass(frozen=True)
+class Resources:
+    capability: Capability
+    kernel: str
+    """Its name, as in the list of what is allowed."""
+    key: str
+    """Name, constants and argument types."""
+    registers: int
+    spill_bytes: int
+    """Stores and loads together."""
+    stack_bytes: int
+    """Local memory of one thread, spills included."""
+    shared_bytes: int
+    """Static shared memory of one block."""
+
+    def excess(self, allowed: dict[str, dict[str, Any]]) -> str | None:
+        """Return what is beyond the allowed, in words, or None."""
+        limits = allowed.get(self.kernel, {})
+        beyond = [
+            f"{used} bytes of {what}, {limits.get(name, 0)} allowed"
+            for name, what, used in (
+                ("spill_bytes", "spills", self.spill_bytes),
+                ("stack_bytes", "local memory", self.stack_bytes),
+            )
+            if used > limits.get(name, 0)
+        ]
+        return "; ".join(beyond) or None
+
+
+def parse_ptxas(report: str) -> tuple[int, int, int, int]:
+    """Return registers, spill bytes, stack bytes and static shared bytes from what ``ptxas -v`` prints.
+
+    A function that was not inlined has its own lines: spills and stacks add up, of registers the most counts.
+    """
+
+    def numbers(pattern: str) -> list[int]:
+        return [int(number) for number in re.findall(pattern, report)]
+
+    registers = numbers(r"Used (\d+) registers")
+    if not registers:
+        raise ValueError(f"ptxas reported no registers: {report.strip() or 'it printed nothing'}")
+    spills = numbers(r"(\d+) bytes spill stores") + numbers(r"(\d+) bytes spill loads")
+    return max(registers), sum(spills), sum(numbers(r"(\d+) bytes stack frame")), sum(numbers(r"(\d+) bytes smem"))
+
+
+def find_ptxas() -> str:
+    from cuda.pathfinder import find_nvidia_binary_utility
+
+    found = find_nvidia_binary_utility("ptxas")
+    if found is None:
+        raise SystemExit("perf.resources: no ptxas found: install the extra ptxas13, or cu12")
+    return found
+
+
+def assemble(ptxas: str, ptx: str, capability: Capability) -> str:
+    """Return what ``ptxas -v`` says about the PTX."""
+    target = re.search(r"^\.target\s+(sm_(\d+)\w*)", ptx, re.MULTILINE)
+    wanted = capability[0] * 10 + capability[1]
+    if target is None or int(target[2]) != wanted:
+        raise ValueError(f"the PTX is for {target[1] if target else 'no target'}, expected sm_{wanted}")
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [ptxas, "-v", "--gpu-name", target[1], "-o", str(Path(folder) / "kernel.cubin"), str(source)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        older = " (older than the compiler: install the extra ptxas13)" if "Unsupported .version" in done.stderr else ""
+        raise ValueError(f"{ptxas} failed{older}: {' '.join(done.stderr.split())}")
+    return done.stdout + done.stderr
+
+
+@lru_cache
+def _specialisations(capability: Capability) -> list[Any]:
+    from burt_numba.host.compiling import all_specialisations
+
+    return list(all_specialisations(capability))
+
+
+def _measure(ptxas: str, capability: Capability, index: int) -> Resources | str:
+    """Compile and assemble one specialisation, named by its place since kernels do not travel between processes."""
+    specialisation = _specialisations(capability)[index]
+    label = f"{capability[0]}.{capability[1]} {specialisation.key}"
+    try:
+        registers, spills, stack, shared = parse_ptxas(assemble(ptxas, specialisation.ptx(), capability))
+    except Exception as error:  # Every kernel is looked at before the check fails.
+        return f"{label}: {type(error).__name__}: {error}"
+    return Resources(capability, specialisation.name, str(specialisation.key), registers, spills, stack, shared)
+
+
+def measure(capabilities: Sequence[Capability], ptxas: str) -> tuple[list[Resources], list[str]]:
+    """Return the resources of every specialisation, and one line for each that failed to compile or assemble."""
+    work = [(capability, index) for capability in capabilities for index in range(len(_specialisations(capability)))]
+    # Spawned, not forked: a fork would share the state of the compiler library.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        outcomes = [pool.submit(_measure, ptxas, capability, index) for capability, index in work]
+        results = [outcome.result() for outcome in outcomes]
+    return (
+        [result for result in results if isinstance(result, Resources)],
+        [result for result in results if isinstance(result, str)],
+    )
+
+
+def _print_table(measured: Sequence[Resources]) -> None:
+    heads = ("capability", "kernel", "registers", "spills", "local", "shared")
+    rows = [
+        (
+            f"{r.capability[0]}.{r.capability[1]}",
+            r.key,
+            *map(str, (r.registers, r.spill_bytes, r.stack_bytes, r.shared_bytes)),
+        )
+        for r in measured
+    ]
+    widths = [max(len(row[column]) for row in (heads, *rows)) for column in range(len(heads))]
+    for row in (heads, *rows):
+        names = [word.ljust(width) for word, width in zip(row[:2], widths[:2], strict=True)]
+        figures = [word.rjust(width) for word, width in zip(row[2:], widths[2:], strict=True)]
+        print("  ".join(names + figures))
+
+
+def _capability(text: str) -> Capability:
+    match = re.fullmatch(r"(\d+)\.(\d)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected MAJOR.MINOR as in 9.0, got {text}")
+    return int(match[1]), int(match[2])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m perf.resources", description="Registers and memory of each kernel."
+    )
+    parser.add_argument(
+        "--capability",
+        type=_capability,
+        action="append",
+        metavar="9.0",
+        help="compute capability, may be repeated; default: all that CUDA 13 compiles for",
+    )
+    arguments = parser.parse_args(argv)
+    # The simulator has nothing to compile.
+    os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
+
+    start = time.monotonic()
+    ptxas = find_ptxas()
+    allowed = json.loads(ALLOWED.read_text())
+    measured, failures = measure(arguments.capability or CAPABILITIES, ptxas)
+    _print_table(measured)
+    failures += [
+        f"{r.capability[0]}.{r.capability[1]} {r.key}: {excess}"
+        for r in measured
+        if (excess := r.excess(allowed)) is not None
+    ]
+    if not measured and not failures:
+        failures.append("no kernels to compile")
+    for failure in failures:
+        print(f"FAIL {failure}")
+    print(
+        f"{len(measured)} kernels with numba-cuda {version('numba-cuda')} and {ptxas} "
+        f"in {time.monotonic() - start:.0f} s; failures: {len(failures)}"
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

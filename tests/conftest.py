@@ -1,0 +1,36 @@
+"""One suite, two targets: the simulator, or the GPU when BURT_NUMBA_TEST_TARGET=gpu."""
+
+import os
+import sys
+
+if os.environ.get("BURT_NUMBA_TEST_TARGET") != "gpu":
+    # Read once, when Numba or this package is first imported.
+    assert not {"numba", "burt_numba"} & set(sys.modules), "imported before the simulator could be chosen"
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+
+import pytest
+from hypothesis import settings
+from support import ON_GPU
+
+import burt_numba
+
+# Few examples, always the same: an example is a launch, and in the simulator a launch takes milliseconds.
+settings.register_profile("burt_numba", max_examples=100 if ON_GPU else 25, derandomize=True, deadline=None)
+settings.load_profile("burt_numba")
+
+
+def pytest_collection_modifyitems(items):
+    unwanted = "simulator_only" if ON_GPU else "gpu_only"
+    for item in items:
+        marker = item.get_closest_marker(unwanted)
+        if marker is not None:
+            (reason,) = marker.args
+            item.add_marker(pytest.mark.skip(reason=f"{unwanted}: {reason}"))
+
+
+@pytest.fixture(autouse=True)
+def no_event_left_over():
+    """An event that a test caused and did not expect fails that test, not the next call of the same function."""
+    yield
+    burt_numba.set_error_policy("warn")
+    burt_numba.check()

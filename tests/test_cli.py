@@ -1,0 +1,522 @@
+"""The command line: its commands in this process, and what depends on the start of a process in one of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import LIMITS, ON_GPU, normal, relative_error
+
+import burt_numba
+from burt_numba import reference
+from burt_numba.cli import driver, main
+from burt_numba.cli.check import relative_error as check_relative_error
+from burt_numba.cli.plan import parse_dims
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def run(tmp_path, capsys, monkeypatch):
+    """Run the command line in an empty folder: returns exit status, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words):
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as exit_:
+            status = exit_.code
+        captured = capsys.readouterr()
+        return status, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def refused(run):
+    """Run the command line, which must say in one line what is wrong, and return that line."""
+
+    def call(*words):
+        status, out, err = run(*words)
+        lines = [line for line in err.splitlines() if "using the simulator" not in line]
+        assert (status, out) == (2, "")
+        assert len(lines) == 1, err
+        return lines[0]
+
+    return call
+
+
+def start(*words, **environment):
+    """Run the command line in a new process, away from the simulator setting of this one."""
+    inherited = {name: value for name, value in os.environ.items() if name != "NUMBA_ENABLE_CUDASIM"}
+    return subprocess.run(
+        [sys.executable, *words],
+        env={**inherited, **environment},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+# Without work --------------------------------------------------------------------------------------------------------
+
+
+def test_version(run):
+    assert run("--version") == (0, f"burt-numba {burt_numba.__version__}\n", "")
+
+
+@pytest.mark.parametrize("words", [(), ("run",), ("run", "constrained_softmax"), ("plan",), ("check",)])
+def test_help(run, words):
+    status, out, err = run(*words, "--help")
+    assert (status, err) == (0, "")
+    assert out.startswith("usage: burt-numba")
+
+
+def test_help_imports_neither_numpy_nor_numba_nor_rich():
+    script = (
+        "import sys\n"
+        "from burt_numba.cli import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'numpy', 'numba', 'rich', 'scipy'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = start("-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+def test_no_command(refused):
+    assert refused() == "burt-numba: the following arguments are required: COMMAND"
+
+
+def test_unknown_command(refused):
+    assert "invalid choice: 'dance'" in refused("dance")
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "cifg"), ("plan", "cifg"), ("check", "--op", "cifg"), ("bench", "--op", "x")]
+)
+def test_unknown_operation(refused, words):
+    line = refused(*words)
+    assert "invalid choice" in line
+    assert "constrained_softmax" in line
+
+
+# Target --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """Pretend to have so many devices, and such a simulator setting."""
+
+    def pretend(devices, setting):
+        monkeypatch.setattr(driver, "device_count", lambda: devices)
+        # A value to restore, also where choose_target sets one.
+        monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", setting or "")
+        if setting is None:
+            del os.environ["NUMBA_ENABLE_CUDASIM"]
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("devices", "setting", "simulated", "message"),
+    [
+        (0, None, True, "No CUDA device found: using the simulator.\n"),
+        (0, "1", True, "NUMBA_ENABLE_CUDASIM=1: using the simulator.\n"),
+        (1, "1", True, "NUMBA_ENABLE_CUDASIM=1: using the simulator.\n"),
+        (1, None, False, ""),
+        (1, "0", False, ""),
+    ],
+)
+def test_choose_target(machine, capsys, devices, setting, simulated, message):
+    machine(devices, setting)
+    assert driver.choose_target() is simulated
+    assert capsys.readouterr().err == message
+    if simulated:
+        assert os.environ["NUMBA_ENABLE_CUDASIM"] == "1"
+
+
+def test_no_device_and_no_simulator_allowed(machine, refused):
+    machine(0, "0")
+    assert "no CUDA device found, and NUMBA_ENABLE_CUDASIM=0" in refused("info")
+
+
+@pytest.mark.skipif(driver.device_count() > 0, reason="needs a machine without a GPU")
+def test_a_machine_without_a_gpu_uses_the_simulator(tmp_path):
+    np.save(tmp_path / "x.npy", normal((2, 5)))
+    options = ["--input", tmp_path / "x.npy", "--output", tmp_path / "y.npz"]
+    done = start("-W", "error", "-m", "burt_numba.cli", "run", "constrained_softmax", *map(str, options))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "No CUDA device found: using the simulator.\n"
+    assert np.load(tmp_path / "y.npz")["probabilities"].shape == (2, 5)
+
+
+def test_info(run):
+    status, out, _ = run("info")
+    assert status == 0
+    for word in ("burt_numba", "numba-cuda", "numpy", "driver", "GPU" if ON_GPU else "simulator"):
+        assert word in out
+    described = [line for line in out.splitlines() if line.startswith("compute capability")]
+    assert len(described) == len(driver.devices()) == driver.device_count()
+
+
+# check ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["constrained_softmax", "attention_softmax"])
+def test_check_passes(run, operation):
+    status, out, _ = run("check", "--op", operation)
+    assert status == 0, out
+    assert "FAIL" not in out
+    assert out.splitlines()[-1].endswith(" passed, 0 failed")
+    others = {"constrained_softmax", "attention_softmax"} - {operation}
+    assert operation in out
+    assert not any(other in out for other in others)
+
+
+def scaled(operation):
+    return lambda *arguments, **options: operation(*arguments, **options) * np.float32(1.001)
+
+
+def silent(operation):
+    """Records an event that did not happen."""
+
+    def wrong(*arguments, errors, **options):
+        bad = np.full((1, 2), np.nan, np.float32)
+        burt_numba.constrained_softmax(bad, errors=errors)
+        return operation(*arguments, errors=errors, **options)
+
+    return wrong
+
+
+def loose(operation):
+    """Keeps to a bound that is twice as large, and says so in every output."""
+    return lambda logits, bound, *arguments, **options: operation(logits, 2 * bound, *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("operation", "variant"),
+    [
+        ("attention_softmax", scaled),
+        ("attention_softmax", silent),
+        ("constrained_softmax", scaled),
+        ("constrained_softmax", loose),
+    ],
+)
+def test_check_notices_a_wrong_operation(run, monkeypatch, operation, variant):
+    monkeypatch.setattr(burt_numba, operation, variant(getattr(burt_numba, operation)), raising=False)
+    status, out, _ = run("check", "--op", operation)
+    assert status == 1
+    assert "FAIL" in out
+    assert not out.splitlines()[-1].endswith(" 0 failed")
+
+
+def test_relative_error_of_what_is_not_finite():
+    assert check_relative_error(np.array([np.nan, 1.0]), np.ones(2)) == float("inf")
+    assert check_relative_error(np.zeros(2), np.zeros(2)) == 0
+
+
+# run -----------------------------------------------------------------------------------------------------------------
+
+
+def test_run_constrained_softmax(run, tmp_path):
+    logits = normal((2, 3, 40))
+    labels = logits.argmax(axis=-1)
+    np.savez(tmp_path / "in.npz", logits=logits, labels=labels, other=np.zeros(3))
+    status, out, _ = run("run", "constrained_softmax", "--input", "in.npz", "--output", "out.npz")
+    assert status == 0
+
+    written = np.load(tmp_path / "out.npz")
+    assert sorted(written.files) == ["entropy", "probabilities", "temperature"]
+    expected = reference.constrained_softmax(logits, temperature=written["temperature"])
+    assert relative_error(written["probabilities"], expected.probabilities) <= LIMITS["float32"]
+    np.testing.assert_allclose(written["entropy"], expected.entropy, rtol=1e-5, atol=LIMITS["entropy_reported"])
+
+    before = reference.constrained_softmax(logits, temperature=1.0).entropy
+    for line in (
+        "constrained_softmax, entropy bound 0.2 nats → out.npz",
+        "logits (2, 3, 40) float32",
+        f"mean entropy before {before.mean():.4f} nats",
+        f"mean entropy after {written['entropy'].astype(float).mean():.4f} nats",
+        f"rows where the bound acted {np.sum(before > 0.2)} of 6 ({np.mean(before > 0.2):.1%})",
+        "most likely class unchanged in every row",
+        "recorded events none",
+        "accuracy before, after 1.0000, 1.0000",
+    ):
+        assert line in [" ".join(shown.split()) for shown in out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "parameters"),
+    [
+        ("--entropy-bound", "0.6", {"entropy_bound": 0.6}),
+        ("--temperature-min", "0.7", {"temperature_min": 0.7}),
+        ("--temperature-max", "0.8", {"temperature_max": 0.8, "entropy_bound": 0.20}),
+        ("--max-iterations", "1", {"max_iterations": 1}),
+    ],
+)
+def test_every_option_of_constrained_softmax_reaches_it(run, tmp_path, option, value, parameters):
+    logits = np.concatenate([normal((6, 20)), 30 * np.eye(1, 20, dtype=np.float32)])
+    np.save(tmp_path / "in.npy", logits)
+    status, _, _ = run("run", "constrained_softmax", "--input", "in.npy", "--output", "out.npz", option, value)
+    assert status == 0
+    temperatures = []
+    for chosen in (parameters, {}):
+        temperatures.append(np.empty(7, np.float32))
+        errors = burt_numba.ErrorBuffer()
+        burt_numba.constrained_softmax(logits, temperature_out=temperatures[-1], errors=errors, **chosen)
+    written = np.load(tmp_path / "out.npz")["temperature"]
+    np.testing.assert_array_equal(written, temperatures[0])
+    assert (written != temperatures[1]).any(), "the option changed nothing"
+
+
+def test_run_reports_events(run, tmp_path):
+    logits = normal((4, 8))
+    logits[1, 2] = logits[3, 3] = np.nan
+    logits[2, 5] = np.inf
+    np.savez(tmp_path / "in.npz", logits)
+    status, out, err = run("run", "constrained_softmax", "--input", "in.npz", "--output", "out.npz")
+    assert status == 0
+    assert "Warning" not in err
+    assert "2 × NAN_INPUT (code 1), 1 × INF_INPUT (code 2)" in out
+    assert "NAN_INPUT at index 10" in out
+    assert np.isfinite(np.load(tmp_path / "out.npz")["probabilities"]).all()
+
+
+def test_run_converts_float64_and_says_so(run, tmp_path):
+    logits = normal((3, 5), dtype=np.float64)
+    np.savez(tmp_path / "in.npz", logits)
+    status, _, err = run("run", "constrained_softmax", "--input", "in.npz", "--output", "out.npz")
+    assert status == 0
+    assert "logits: float64 converted to float32." in err.splitlines()
+    assert np.load(tmp_path / "out.npz")["probabilities"].dtype == np.float32
+
+
+def test_run_reads_the_other_byte_order_and_float16(run, tmp_path):
+    np.save(tmp_path / "in.npy", normal((3, 5), dtype=">f2"))
+    status, _, err = run("run", "constrained_softmax", "--input", "in.npy", "--output", "out.npz")
+    assert status == 0, err
+    assert np.load(tmp_path / "out.npz")["probabilities"].dtype == np.float16
+
+
+def test_run_on_no_rows(run, tmp_path):
+    np.save(tmp_path / "in.npy", np.zeros((0, 5), np.float32))
+    status, out, _ = run("run", "constrained_softmax", "--input", "in.npy", "--output", "out.npz")
+    assert status == 0
+    assert "0 of 0" in out
+    assert np.load(tmp_path / "out.npz")["probabilities"].shape == (0, 5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_run_attention_softmax(run, tmp_path, masked):
+    scores = normal((2, 2, 4, 7))
+    mask = np.arange(7) != 2
+    np.savez(tmp_path / "in.npz", scores=scores, **({"mask": mask} if masked else {}))
+    options = ["--causal", "--causal-offset", 3]
+    status, out, _ = run("run", "attention_softmax", "--input", "in.npz", "--output", "out.npz", *options)
+    assert status == 0
+    written = np.load(tmp_path / "out.npz")
+    assert sorted(written.files) == ["entropy", "probabilities"]
+    expected = reference.attention_softmax(scores, mask if masked else None, True, causal_offset=3).probabilities
+    assert relative_error(written["probabilities"], expected) <= LIMITS["float32"]
+    np.testing.assert_allclose(written["entropy"], reference.entropy(expected), atol=1e-5)
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    assert "causal offset 3" in shown
+    assert ("mask (7,) bool" if masked else "mask none") in shown
+    assert "rows with no key to attend to 0 of 16 (0.0%)" in shown
+
+
+def test_run_attention_softmax_counts_rows_without_keys(run, tmp_path):
+    mask = np.array([[True], [False]]).reshape(2, 1, 1, 1)
+    np.savez(tmp_path / "in.npz", scores=normal((2, 1, 3, 4)), mask=mask)
+    status, out, _ = run("run", "attention_softmax", "--input", "in.npz", "--output", "out.npz")
+    assert status == 0
+    assert "3 of 6 (50.0%)" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("constrained_softmax", "--input", "none.npz"), "none.npz: no such file"),
+        (("constrained_softmax", "--input", "text.npz"), "text.npz: neither an .npz nor an .npy file"),
+        (("constrained_softmax", "--input", "cut.npz"), "cut.npz: cannot be read (File is not a zip file)"),
+        (("constrained_softmax", "--input", "objects.npy"), "objects.npy: cannot be read (Object arrays"),
+        (("constrained_softmax", "--input", "empty.npz"), "holds no array named logits (it holds: nothing)"),
+        (("attention_softmax", "--input", "two.npz"), "holds no array named scores (it holds: logits, labels)"),
+        (("constrained_softmax", "--input", "two.npz"), "labels: expected shape (3,), one for each row of the logits"),
+        (("constrained_softmax", "--input", "integers.npy"), "constrained_softmax: logits: "),
+        (
+            ("constrained_softmax", "--input", "good.npy", "--entropy-bound", "-1"),
+            "constrained_softmax: entropy_bound: ",
+        ),
+        (("constrained_softmax", "--input", "good.npy", "--entropy-bound", "x"), "argument --entropy-bound: invalid"),
+        (("constrained_softmax", "--input", "good.npy", "--causal"), "unrecognized arguments: --causal"),
+        (("attention_softmax", "--input", "good.npy"), "attention_softmax: scores: "),
+        (("attention_softmax", "--input", "scores.npy", "--causal"), "attention_softmax: causal_offset: "),
+        (("attention_softmax", "--input", "scores.npy", "--causal-offset", "1"), "has no effect without --causal"),
+    ],
+)
+def test_run_refuses(refused, tmp_path, words, message):
+    (tmp_path / "text.npz").write_text("logits")
+    np.savez(tmp_path / "cut.npz", np.zeros((50, 50)))
+    (tmp_path / "cut.npz").write_bytes((tmp_path / "cut.npz").read_bytes()[:500])
+    np.save(tmp_path / "objects.npy", np.array([None, {}]))
+    np.savez(tmp_path / "empty.npz")
+    np.savez(tmp_path / "two.npz", logits=np.zeros((3, 4), np.float32), labels=np.zeros(2))
+    np.save(tmp_path / "integers.npy", np.zeros((2, 5), np.int32))
+    np.save(tmp_path / "good.npy", normal((3, 4)))
+    np.save(tmp_path / "scores.npy", normal((1, 1, 2, 3)))
+    assert message in refused("run", *words, "--output", "out.npz")
+    assert not (tmp_path / "out.npz").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("out.npy", "expected a name that ends in .npz"),
+        ("none/out.npz", "no such folder: none"),
+        ("in.npz", "would not overwrite in.npz"),
+        ("folder.npz", "would not overwrite folder.npz"),
+    ],
+)
+def test_run_refuses_an_output(refused, tmp_path, output, message):
+    np.savez(tmp_path / "in.npz", logits=normal((3, 4)))
+    (tmp_path / "folder.npz").mkdir()
+    before = (tmp_path / "in.npz").read_bytes()
+    assert message in refused("run", "constrained_softmax", "--input", "in.npz", "--output", output)
+    assert (tmp_path / "in.npz").read_bytes() == before
+
+
+def test_run_does_not_hide_a_fault_of_the_package(run, tmp_path, monkeypatch):
+    def broken(*arguments, **options):
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(burt_numba, "constrained_softmax", broken, raising=False)
+    np.save(tmp_path / "in.npy", normal((3, 4)))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        run("run", "constrained_softmax", "--input", "in.npy", "--output", "out.npz")
+
+
+# plan and bench ------------------------------------------------------------------------------------------------------
+
+
+def test_parse_dims():
+    words = ["--batch-size", "32", "--dtype=float16", "--causal", "--masked", "false", "--compute-capability", "9.0"]
+    assert parse_dims(words) == {
+        "batch_size": 32,
+        "dtype": "float16",
+        "causal": True,
+        "masked": False,
+        "compute_capability": (9, 0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("32",), "expected --name value pairs, got '32'"),
+        (("--batch-size", "32", "64"), "expected --name value pairs, got '64'"),
+        (("--batch-size", "32", "--batch-size=64"), "--batch-size: given twice"),
+        (("--compute-capability", "9"), "--compute-capability: expected MAJOR.MINOR as in 9.0, got 9"),
+        (("--batch-size", "32"), "num_classes"),
+        (("--batch-size", "32", "--num-classes", "10", "--num-heads", "3"), "num_heads"),
+        (("--batch-size", "-3", "--num-classes", "10"), "batch_size"),
+        (("--batch-size", "many", "--num-classes", "10"), "batch_size"),
+    ],
+)
+def test_plan_refuses(refused, words, message):
+    assert message in refused("plan", "constrained_softmax", *words)
+
+
+@pytest.mark.parametrize(
+    ("operation", "dims"),
+    [
+        ("constrained_softmax", {"batch_size": 32, "num_classes": 50_000}),
+        ("attention_softmax", {"batch_size": 2, "num_heads": 8, "seq_len": 512, "causal": True}),
+    ],
+)
+def test_plan(run, operation, dims):
+    words = [word for name, value in dims.items() for word in (f"--{name.replace('_', '-')}", value)]
+    status, out, _ = run("plan", operation, *words)
+    assert status == 0
+    assert out == f"{burt_numba.plan(operation, **dims)}\n"
+
+
+def test_bench_outside_a_checkout(refused, monkeypatch):
+    monkeypatch.setattr("burt_numba.cli.bench.burt_numba.__file__", "/nowhere/burt_numba/__init__.py")
+    assert "benchmarks run from a checkout" in refused("bench")
+
+
+def test_bench_without_a_gpu(refused, machine, monkeypatch):
+    monkeypatch.setattr("burt_numba.cli.bench._checkout", lambda: ROOT)
+    machine(0, None)
+    assert "no CUDA device found" in refused("bench", "--op", "constrained_softmax")
+
+
+def test_bench_hands_over_to_the_runner(run, machine, monkeypatch):
+    calls = []
+
+    def record(command, **options):
+        calls.append((command, options["cwd"]))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr("burt_numba.cli.bench._checkout", lambda: ROOT)
+    monkeypatch.setattr("burt_numba.cli.bench.subprocess.run", record)
+    machine(1, None)
+    assert run("bench", "--op", "attention_softmax")[0] == 3
+    assert calls == [([sys.executable, "-m", "perf", "--op", "attention_softmax"], ROOT)]
+
+
+# The resource check, which runs on the same terms: no GPU, one line for each fault ----------------------------------
+
+
+def test_resources_reads_what_ptxas_prints():
+    from perf.resources import parse_ptxas
+
+    report = (
+        "ptxas info    : 0 bytes gmem\n"
+        "ptxas info    : Compiling entry function 'kernel' for 'sm_90'\n"
+        "ptxas info    : Function properties for kernel\n"
+        "    320 bytes stack frame, 12 bytes spill stores, 8 bytes spill loads\n"
+        "ptxas info    : Used 96 registers, used 1 barriers, 320 bytes cumulative stack size, 128 bytes smem\n"
+        "ptxas info    : Function properties for helper\n"
+        "    16 bytes stack frame, 0 bytes spill stores, 4 bytes spill loads\n"
+    )
+    assert parse_ptxas(report) == (96, 24, 336, 128)
+    with pytest.raises(ValueError, match="no registers: it printed nothing"):
+        parse_ptxas("")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "excess"),
+    [
+        ({}, "24 bytes of spills, 0 allowed; 64 bytes of local memory, 0 allowed"),
+        (
+            {"other": {"spill_bytes": 99, "stack_bytes": 99}},
+            "24 bytes of spills, 0 allowed; 64 bytes of local memory, 0",
+        ),
+        ({"kernel": {"spill_bytes": 24, "stack_bytes": 63}}, "64 bytes of local memory, 63 allowed"),
+        ({"kernel": {"spill_bytes": 24, "stack_bytes": 64}}, None),
+    ],
+)
+def test_resources_beyond_what_is_allowed(allowed, excess):
+    from perf.resources import Resources
+
+    used = Resources((9, 0), "kernel", "key", registers=96, spill_bytes=24, stack_bytes=64, shared_bytes=128)
+    found = used.excess(allowed)
+    assert (found or "").startswith(excess or "")
+    assert (found is None) is (excess is None)
+
+
+def test_resources_fails_without_kernels(monkeypatch, capsys):
+    from perf import resources
+
+    monkeypatch.setattr(resources, "find_ptxas", lambda: "ptxas")
+    monkeypatch.setattr(resources, "measure", lambda capabilities, ptxas: ([], []))
+    monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+    assert resources.main(["--capability", "9.0"]) == 1
+    assert "no kernels to compile" in capsys.readouterr().out

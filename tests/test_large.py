@@ -1,0 +1,135 @@
+"""Arrays past 2^31 elements, made, checked and thrown away on the device. Each test says what it allocates."""
+
+import math
+
+import numpy as np
+import pytest
+
+import burt_numba
+from burt_numba import reference
+
+pytestmark = [pytest.mark.gpu_only("gigabytes of device memory"), pytest.mark.large]
+torch = pytest.importorskip("torch")
+GIB = 2**30
+
+
+@pytest.fixture(autouse=True)
+def memory_given_back():
+    yield
+    torch.cuda.empty_cache()
+
+
+def needs(gibibytes):
+    free, _ = torch.cuda.mem_get_info()
+    if free < gibibytes * GIB:
+        pytest.skip(f"needs {gibibytes} GiB of free device memory, found {free / GIB:.1f}")
+
+
+def relative_error(out, expected):
+    return np.linalg.norm(out.double().cpu().numpy() - expected) / np.linalg.norm(expected)
+
+
+def test_more_than_2_to_the_32_elements():
+    """Beyond 4 * 1024^3 elements the last rows came back as zeros: pytorch/pytorch#84144. 16 GiB in, 16 GiB out."""
+    needs(40)
+    rows, num_classes = 85_632, 50_259
+    logits = torch.randn(rows, num_classes, device="cuda")
+    logits *= 3
+    out = torch.full_like(logits, torch.nan)
+    temperature = torch.empty(rows, device="cuda")
+    errors = burt_numba.ErrorBuffer()
+    burt_numba.constrained_softmax(logits, out=out, temperature_out=temperature, errors=errors)
+    checked = {0, rows - 5, rows - 4, rows - 3, rows - 2, rows - 1}
+    for element in (2**31, 2**32):
+        checked |= {element // num_classes + step for step in (-1, 0, 1)}
+    for row in sorted(checked):
+        z, warmth = logits[row].cpu().numpy(), temperature[row].item()
+        expected = reference.constrained_softmax(z, temperature=warmth)
+        assert relative_error(out[row], expected.probabilities) <= 5e-6, f"row {row}"
+        assert 0.2 - 2e-5 <= reference.entropy(out[row].cpu().numpy()) <= 0.2 + 1e-6, f"row {row}"
+    for part in out.split(4096):
+        assert (part.sum(-1, dtype=torch.float64) - 1).abs().max() <= 1e-5
+    assert errors.counts == {}
+
+
+@pytest.mark.parametrize("num_classes", [2**31 - 1, 2**31 + 8])
+def test_one_row_of_2_to_the_31_classes(num_classes):
+    """The row length was a 32-bit number, and the inner index wrapped: pytorch/pytorch#191565. 8 GiB in, 8 GiB out."""
+    needs(20)
+    logits = torch.full((1, num_classes), -torch.inf, device="cuda")
+    places = torch.tensor([0, 1, num_classes - 2, num_classes - 1], device="cuda")
+    logits[0, places] = torch.tensor([3.0, 2.0, 1.0, 0.0], device="cuda")
+    out, temperature = torch.full_like(logits, torch.nan), torch.empty(1, device="cuda")
+    burt_numba.constrained_softmax(logits, out=out, temperature_out=temperature)
+    assert temperature.item() == pytest.approx(0.327817, rel=1e-3)
+    assert out[0, places].cpu().numpy() == pytest.approx([0.952669, 0.045096, 0.002135, 0.000101], abs=5e-5)
+    assert sum(torch.count_nonzero(part).item() for part in out[0].split(2**28)) == 4
+
+    logits[0, num_classes - 3] = torch.nan
+    errors = burt_numba.ErrorBuffer()
+    burt_numba.constrained_softmax(logits, out=out, errors=errors)
+    torch.cuda.synchronize()
+    assert (errors.counts, errors.first_index) == ({1: 1}, num_classes - 3)
+
+
+def test_2_to_the_28_rows():
+    """2^28 rows of 9 classes: an invalid launch, or a thread index that wrapped past 2^31. 9 GiB in, 9 GiB out.
+
+    tensorflow/tensorflow#61639, numba/numba#9229
+    """
+    needs(24)
+    rows, num_classes, period = 2**28, 9, 7
+    random = np.random.default_rng(0)
+    pattern = torch.tensor(random.standard_normal((period, num_classes)) * 3, dtype=torch.float32, device="cuda")
+    logits = pattern.repeat(math.ceil(rows / period), 1)[:rows]
+    answer = burt_numba.constrained_softmax(pattern)
+    out = torch.full_like(logits, torch.nan)
+    burt_numba.constrained_softmax(logits, out=out)
+    whole = rows // period * period
+    for part in out[:whole].view(-1, period * num_classes).split(2**22):
+        assert (part == answer.view(1, -1)).all()
+    assert (out[whole:] == answer[: rows - whole]).all()
+
+    scores = logits.view(1, 1, rows, num_classes)
+    answer = burt_numba.attention_softmax(pattern.view(1, 1, period, -1))
+    burt_numba.attention_softmax(scores, out=out.view(scores.shape))
+    for part in out[:whole].view(-1, period * num_classes).split(2**22):
+        assert (part == answer.view(1, -1)).all()
+    assert (out[whole:] == answer[0, 0, : rows - whole]).all()
+
+
+def test_more_queries_than_a_grid_axis_takes():
+    """A row count over 65,535 on grid.y was an invalid launch: ml-explore/mlx#2267. 16 GiB in, 16 GiB out."""
+    needs(40)
+    size = 65_537
+    scores = torch.zeros(1, 1, size, size, device="cuda")
+    out = torch.full_like(scores, torch.nan)
+    burt_numba.attention_softmax(scores, None, True, out=out)
+    for query in (0, 1, 32_768, 65_534, 65_535, 65_536):
+        row = out[0, 0, query]
+        assert (row[: query + 1] == row[0]).all() and (row[query + 1 :] == 0).all()
+        assert row[0].item() == pytest.approx(1 / (query + 1), rel=1e-6)
+    for part in out[0, 0].split(4096):
+        assert (part.sum(-1, dtype=torch.float64) - 1).abs().max() <= 1e-5
+
+
+def test_long_context_in_place_between_guard_cells():
+    """Out-of-bounds reads at a context of about 40,000: ggml-org/llama.cpp#6948. 6.3 GiB in place."""
+    needs(10)
+    size, guard = 40_961, 1024
+    memory = torch.full((size * size + 2 * guard,), torch.nan, device="cuda")
+    scores = memory[guard:-guard].view(1, 1, size, size)
+    scores.normal_(0, 3, generator=torch.Generator("cuda").manual_seed(0))
+    mask = torch.randn(1, 1, 1, size, device="cuda")
+    mask[..., ::5] = -torch.inf
+    checked = [0, 20_480, 40_960]
+    expected = reference.attention_softmax(scores[:, :, checked].cpu().numpy(), mask.cpu().numpy()).probabilities
+    errors = burt_numba.ErrorBuffer()
+    burt_numba.attention_softmax(scores, mask, out=scores, errors=errors)
+    for place, row in enumerate(checked):
+        assert relative_error(scores[0, 0, row], expected[0, 0, place]) <= 5e-6
+    assert memory[:guard].isnan().all() and memory[-guard:].isnan().all()
+    for part in scores[0, 0].split(4096):
+        assert (part.sum(-1, dtype=torch.float64) - 1).abs().max() <= 1e-5
+    torch.cuda.synchronize()
+    assert errors.counts == {}
