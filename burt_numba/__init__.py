@@ -1,33 +1,52 @@
 """Entropy-bounded softmax and matrix-memory kernels in pure Python, on Numba CUDA.
 
 Functions take Numba, CuPy, PyTorch and NumPy arrays alike. With NUMBA_ENABLE_CUDASIM=1 the same kernels run in a
-simulator on the CPU. Importing this package imports NumPy, but neither Numba nor another array library.
+simulator on the CPU. Importing the package imports nothing else; functions import what they need.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from burt_numba.attention_softmax import attention_softmax
-from burt_numba.constrained_softmax import constrained_softmax
-from burt_numba.host.errors import (
-    BurtDimensionError,
-    BurtError,
-    BurtRuntimeError,
-    BurtSharedMemoryError,
-    BurtWarning,
-    ErrorBuffer,
-    check,
-    set_error_policy,
-    synchronous,
-)
-from burt_numba.planning import plan
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from burt_numba import kernels, reference, simulator
+    from burt_numba.attention_softmax import attention_softmax
+    from burt_numba.constrained_softmax import constrained_softmax
+    from burt_numba.host.errors import (
+        BurtDimensionError,
+        BurtError,
+        BurtRuntimeError,
+        BurtSharedMemoryError,
+        BurtWarning,
+        ErrorBuffer,
+        check,
+        set_error_policy,
+        synchronous,
+    )
+    from burt_numba.planning import plan
 
-__version__ = "0.1.0"
+_FUNCTIONS = ("attention_softmax", "constrained_softmax")
+_ERRORS = (
+    "BurtDimensionError",
+    "BurtError",
+    "BurtRuntimeError",
+    "BurtSharedMemoryError",
+    "BurtWarning",
+    "ErrorBuffer",
+    "check",
+    "set_error_policy",
+    "synchronous",
+)
+_HOMES = {
+    **{name: f"burt_numba.{name}" for name in _FUNCTIONS},
+    **dict.fromkeys(_ERRORS, "burt_numba.host.errors"),
+    "plan": "burt_numba.planning",
+}
 
 __all__ = [
     "BurtDimensionError",
@@ -48,7 +67,24 @@ __all__ = [
 ]
 
 
+class _Package(ModuleType):
+    """The package, whose functions have the names of the modules they live in."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Importing a module of the package sets it as an attribute here; the function of its name comes first.
+        if name in _FUNCTIONS and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
 def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
     if name in ("kernels", "reference", "simulator"):
         return import_module(f"burt_numba.{name}")
     raise AttributeError(f"module 'burt_numba' has no attribute {name!r}")

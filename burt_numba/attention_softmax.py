@@ -10,13 +10,21 @@ from typing import Any
 
 from burt_numba.host.arrays import Description
 from burt_numba.host.checks import FLOATING, require_count, require_dtype, require_output
-from burt_numba.host.compiling import KernelSpec
+from burt_numba.host.compiling import KernelSpec, compute_capability
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, Errors, Launch, Number
 from burt_numba.host.operation import Answer, Operation, Request
 from burt_numba.host.plans import LaunchPlan, Plan, dimension, dtype_itemsize, refuse_unknown, whole_warps
 from burt_numba.host.rows import RowSegment, row_segments
-from burt_numba.softmax_launches import RowShape, StridedRows, choose_row_shape, row_shapes, vector_columns
+from burt_numba.softmax_launches import (
+    RowShape,
+    StridedRows,
+    choose_row_shape,
+    has_clusters,
+    row_shapes,
+    vector_columns,
+)
+from burt_numba.target import CLUSTER_CAPABILITY
 from burt_numba.validation import validation_launch
 
 _NAME = "attention_softmax"
@@ -108,8 +116,9 @@ def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
     return KernelSpec(
         "attention_softmax_rows",
         build,
-        (shape.row_warps, shape.per_thread, vector, mask_kind),
-        (shape.threads, shape.resident_blocks),
+        (shape.threads, shape.per_thread, vector, shape.blocks, mask_kind),
+        (shape.block, shape.resident_blocks),
+        CLUSTER_CAPABILITY if shape.blocks > 1 else (7, 0),
     )
 
 
@@ -122,26 +131,30 @@ def _streamed(mask_kind: int) -> KernelSpec:
     return KernelSpec("attention_softmax_streamed", build, (mask_kind,), (1024, 1))
 
 
-def _choose(columns: int, rows: int, vector: int, mask_kind: int) -> tuple[KernelSpec, int, int]:
-    """(kernel, grid, threads a block)."""
-    shape = choose_row_shape(columns, rows, vector, clusters=False)
+def _choose(
+    columns: int, rows: int, vector: int, mask_kind: int, capability: tuple[int, int]
+) -> tuple[KernelSpec, int, int, int]:
+    """(kernel, blocks a row, grid, threads a block)."""
+    shape = choose_row_shape(columns, rows, vector, has_clusters(capability))
     if shape is not None:
-        return _kernel(shape, vector, mask_kind), shape.grid(rows), shape.threads
-    return _streamed(mask_kind), rows, 1024
+        return _kernel(shape, vector, mask_kind), shape.blocks, shape.grid(rows), shape.block
+    return _streamed(mask_kind), 1, rows, 1024
 
 
 def _launch(
     segment: RowSegment,
     scores: StridedRows,
     mask: StridedRows,
+    request: Request,
     shape: tuple[int, ...],
     mask_kind: int,
     vector: int,
-    causal: bool,
-    causal_offset: int,
 ) -> Launch:
     columns = shape[-1]
-    kernel, grid, threads = _choose(columns, segment.rows, vector, mask_kind)
+    causal, causal_offset = request.options
+    capability = compute_capability(request.device)
+    kernel, blocks, grid, threads = _choose(columns, segment.rows, vector, mask_kind, capability)
+    size_type = "i8" if kernel.name.endswith("streamed") else "i4"
     scores_strides, mask_strides = segment.strides
     arguments = (
         scores.argument,
@@ -149,7 +162,8 @@ def _launch(
         mask.argument,
         Number(segment.first_row, "i8"),
         Number(segment.rows, "i4"),
-        Number(columns, "i8" if kernel.name.endswith("streamed") else "i4"),
+        Number(columns, size_type),
+        Number(-(-columns // (blocks * vector)) * vector, size_type),
         Number(shape[-2], "i8"),
         Number(scores.origin + segment.origins[0], "i8"),
         Number(segment.size1, "i4"),
@@ -160,10 +174,10 @@ def _launch(
         *(Number(stride, "i8") for stride in mask_strides),
         Number(mask.column_stride, "i8"),
         Number(causal, "i4"),
-        Number(causal_offset, "i8"),
+        Number(causal_offset or 0, "i8"),
         Errors(),
     )
-    return Launch(kernel, (grid, 1), threads, arguments)
+    return Launch(kernel, (grid, 1), threads, arguments, cluster=blocks)
 
 
 def _broadcast(mask: Description, shape: tuple[int, ...]) -> Description:
@@ -206,10 +220,7 @@ def _answer(request: Request) -> Answer:
     operands = (score_rows,) if mask is None else (score_rows, mask_rows)
     vector = vector_columns(request.aligned, shape[-1], scores.dtype, operands)
     segments = list(row_segments(shape[:-1], (score_rows.leading_strides, mask_rows.leading_strides)))
-    launches = [
-        _launch(segment, score_rows, mask_rows, shape, mask_kind, vector, causal, causal_offset or 0)
-        for segment in segments
-    ]
+    launches = [_launch(segment, score_rows, mask_rows, request, shape, mask_kind, vector) for segment in segments]
     if request.validate:
         dtype = score_rows.argument.dtype
         launches += [validation_launch(_OUT, dtype, shape[-1], segment, score_rows.rows) for segment in segments]
@@ -228,13 +239,13 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
         for mask_kind, mask_dtype in masks:
             yield _streamed(mask_kind), _types(dtype, mask_dtype, "i8")
             for vector in (widest, 1):
-                for shape in row_shapes(vector, clusters=False):
+                for shape in row_shapes(vector):
                     yield _kernel(shape, vector, mask_kind), _types(dtype, mask_dtype, "i4")
 
 
 def _types(dtype: str, mask_dtype: str, size_type: str) -> tuple[str, ...]:
     array = f"{dtype}:1C"
-    sizes = ("i8", "i4", size_type, "i8", "i8", "i4", "i4")
+    sizes = ("i8", "i4", size_type, size_type, "i8", "i8", "i4", "i4")
     return (array, array, f"{mask_dtype}:1C", *sizes, *("i8",) * 4, *("i8",) * 5, "i4", "i8", "i8:1C")
 
 
@@ -265,7 +276,7 @@ def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
     keys = dimension(_NAME, dims, "key_len", default=queries)
     causal = bool(dims.pop("causal", False))
     masked = bool(dims.pop("masked", False))
-    dtype, itemsize = dtype_itemsize(_NAME, dims)
+    itemsize = dtype_itemsize(_NAME, dims)
     refuse_unknown(_NAME, dims)
     rows = batch * heads * queries
     documented = LaunchPlan(
@@ -274,8 +285,9 @@ def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
     launches = []
     if rows and keys:
         vector = 16 // itemsize if keys % (16 // itemsize) == 0 else 1
-        kernel, grid, threads = _choose(keys, rows, vector, _ADDITIVE_MASK if masked else _NO_MASK)
-        launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, 0))
+        mask_kind = _ADDITIVE_MASK if masked else _NO_MASK
+        kernel, blocks, grid, threads = _choose(keys, rows, vector, mask_kind, compute_capability)
+        launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, 0, blocks))
     mask_bytes = batch * keys * 4 if masked else 0
     size = rows * keys * itemsize
     moved = bytes_moved(batch, heads, queries, keys, itemsize, mask_bytes, causal)

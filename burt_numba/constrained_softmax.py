@@ -33,6 +33,7 @@ from burt_numba.softmax_launches import (
     streamed_blocks,
     vector_columns,
 )
+from burt_numba.target import CLUSTER_CAPABILITY
 from burt_numba.validation import validation_launch
 
 _NAME = "constrained_softmax"
@@ -140,9 +141,9 @@ def _kernel(shape: RowShape, vector: int) -> KernelSpec:
     return KernelSpec(
         "constrained_softmax_rows",
         build,
-        (shape.row_warps, shape.per_thread, vector, shape.blocks),
-        (shape.threads, shape.resident_blocks),
-        (9, 0) if shape.blocks > 1 else (7, 0),
+        (shape.threads, shape.per_thread, vector, shape.blocks),
+        (shape.block, shape.resident_blocks),
+        CLUSTER_CAPABILITY if shape.blocks > 1 else (7, 0),
     )
 
 
@@ -152,7 +153,9 @@ def _streamed(blocks: int) -> KernelSpec:
 
         return streamed_kernel(*constants)
 
-    return KernelSpec("constrained_softmax_streamed", build, (blocks,), (1024, 1), (9, 0) if blocks > 1 else (7, 0))
+    return KernelSpec(
+        "constrained_softmax_streamed", build, (blocks,), (1024, 1), CLUSTER_CAPABILITY if blocks > 1 else (7, 0)
+    )
 
 
 def _choose(columns: int, rows: int, vector: int, capability: tuple[int, int]) -> tuple[KernelSpec, int, int, int]:
@@ -160,7 +163,7 @@ def _choose(columns: int, rows: int, vector: int, capability: tuple[int, int]) -
     clusters = has_clusters(capability)
     shape = choose_row_shape(columns, rows, vector, clusters)
     if shape is not None:
-        return _kernel(shape, vector), shape.blocks, shape.grid(rows), shape.threads
+        return _kernel(shape, vector), shape.blocks, shape.grid(rows), shape.block
     blocks = streamed_blocks(columns, rows, clusters)
     return _streamed(blocks), blocks, rows * blocks, 1024
 
@@ -249,7 +252,7 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
         for streamed in (_streamed(1), _streamed(8)):
             yield streamed, _types(dtype, "i8")
         for vector in (widest, 1):
-            for shape in row_shapes(vector, clusters=True):
+            for shape in row_shapes(vector):
                 yield _kernel(shape, vector), _types(dtype, "i4")
 
 
@@ -277,7 +280,7 @@ def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
     """The launches for ``batch_size`` rows of ``num_classes`` logits, contiguous and aligned."""
     rows = dimension(_NAME, dims, "batch_size")
     columns = dimension(_NAME, dims, "num_classes", lowest=1)
-    dtype, itemsize = dtype_itemsize(_NAME, dims)
+    itemsize = dtype_itemsize(_NAME, dims)
     refuse_unknown(_NAME, dims)
     documented = LaunchPlan("constrained_softmax_kernel", (rows,), whole_warps(min(columns, 1024)), 4 * columns)
     launches = []

@@ -11,62 +11,67 @@ from burt_numba.host.errors import BurtDimensionError
 from burt_numba.host.launching import Array
 from burt_numba.target import CLUSTER_CAPABILITY, MAX_CLUSTER_BLOCKS
 
-_WARP_ROWS_A_BLOCK = 4
+_SMALL_BLOCK = 128
+"""Threads of a block whose rows take a warp or less each."""
+
 _FEW_ROWS = 1024
-"""Below this many rows, one warp a row leaves most of the device idle, and its own length is what a row costs."""
+"""Below this many rows, one warp a row leaves most of the device idle, and more threads shorten a row."""
 
 
 class RowShape(NamedTuple):
-    """How a row is spread: ``row_warps`` warps in each of ``blocks`` blocks, ``per_thread`` columns a thread."""
+    """How a row is spread: ``threads`` threads in each of ``blocks`` blocks, ``per_thread`` columns each.
 
-    row_warps: int
+    Up to 32 threads (lanes of one warp) share a block with other rows; more are a block of their own.
+    """
+
+    threads: int
     per_thread: int
     blocks: int = 1
 
     @property
     def columns(self) -> int:
-        return self.row_warps * 32 * self.per_thread * self.blocks
+        """The longest row."""
+        return self.threads * self.per_thread * self.blocks
 
     @property
-    def threads(self) -> int:
+    def block(self) -> int:
         """Threads of a block."""
-        return 32 * (_WARP_ROWS_A_BLOCK if self.row_warps == 1 else self.row_warps)
+        return self.threads if self.threads > 32 else _SMALL_BLOCK
 
     @property
     def resident_blocks(self) -> int:
         """Blocks that a multiprocessor should hold at least: the compiler's register limit follows from it."""
-        return max(1024 // self.threads, 1)
+        return max(1024 // self.block, 1)
 
     def grid(self, rows: int) -> int:
-        return -(-rows // _WARP_ROWS_A_BLOCK) if self.row_warps == 1 else rows * self.blocks
+        """Blocks for this many rows."""
+        return -(-rows * self.threads // self.block) if self.blocks == 1 else rows * self.blocks
 
 
-# Rows that fit one warp, then rows for a block; each entry is the shortest way to hold the columns up to the next.
-_WARP_SHAPES = (RowShape(1, 4), RowShape(1, 8), RowShape(1, 16), RowShape(1, 32))
-_BLOCK_SHAPES = (RowShape(4, 8), RowShape(4, 16), RowShape(8, 16), RowShape(16, 16), RowShape(32, 16))
-_CLUSTER_SHAPES = (RowShape(32, 16, 2), RowShape(32, 16, 4), RowShape(32, 16, 8))
+# From the shortest row to the longest; each is the least that holds the columns up to the next.
+_GROUP_SHAPES = tuple(RowShape(*s) for s in ((2, 4), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (32, 16)))
+_BLOCK_SHAPES = tuple(RowShape(*s) for s in ((64, 16), (128, 16), (256, 16), (512, 16), (1024, 16)))
+_FEW_ROW_SHAPES = (RowShape(128, 8),)
+_CLUSTER_SHAPES = tuple(RowShape(1024, 16, blocks) for blocks in (2, 4, MAX_CLUSTER_BLOCKS))
 
 
-def row_shapes(vector: int, clusters: bool) -> Iterator[RowShape]:
+def row_shapes(vector: int) -> Iterator[RowShape]:
     """All shapes, for the compile matrix."""
-    for shape in _WARP_SHAPES + _BLOCK_SHAPES + (_CLUSTER_SHAPES if clusters else ()):
+    for shape in _GROUP_SHAPES + _FEW_ROW_SHAPES + _BLOCK_SHAPES + _CLUSTER_SHAPES:
         if shape.per_thread % vector == 0:
             yield shape
 
 
 def choose_row_shape(columns: int, rows: int, vector: int, clusters: bool) -> RowShape | None:
     """The shape for a row of this many columns; None when registers cannot hold it."""
+    shapes = _BLOCK_SHAPES + (_CLUSTER_SHAPES if clusters else ())
     if rows >= _FEW_ROWS or columns <= 256:
-        for shape in _WARP_SHAPES:
-            if columns <= shape.columns and shape.per_thread % vector == 0:
-                return shape
-    for shape in _BLOCK_SHAPES:
-        if columns <= shape.columns:
+        shapes = _GROUP_SHAPES + shapes
+    else:
+        shapes = _FEW_ROW_SHAPES + shapes
+    for shape in shapes:
+        if columns <= shape.columns and shape.per_thread % vector == 0:
             return shape
-    if clusters:
-        for shape in _CLUSTER_SHAPES:
-            if columns <= shape.columns:
-                return shape
     return None
 
 
@@ -101,12 +106,14 @@ class StridedRows(NamedTuple):
         if array is None:
             return cls(Array(None, "f4"), 0, (0,) * (len(shape) - 1), 0, rows)
         itemsize = array.itemsize
-        if any(stride % itemsize for stride in array.strides):
+        # The stride of an axis of size 1 may be anything.
+        steps = [itemsize if size == 1 else stride for size, stride in zip(array.shape, array.strides, strict=True)]
+        if any(step % itemsize for step in steps):
             raise BurtDimensionError(
                 f"{function}: {name}: expected strides of whole elements, got {array.strides} bytes for {array}"
             )
         first, end = array.extent
-        strides = [stride // itemsize for stride in array.strides]
+        strides = [0 if size == 1 else step // itemsize for size, step in zip(array.shape, steps, strict=True)]
         if len(strides) < len(shape):
             strides.append(0)
         code = {"float32": "f4", "float16": "f2", "bool": "u1", "uint8": "u1"}[array.dtype]

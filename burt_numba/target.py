@@ -7,6 +7,9 @@ import os
 SIMULATED: bool = os.environ.get("NUMBA_ENABLE_CUDASIM", "0").strip() not in ("", "0")
 """True when NUMBA_ENABLE_CUDASIM was set: kernels run in the simulator."""
 
+EVENT_CELLS = 8
+"""int64 cells of an error buffer: the first place, then a count for each code."""
+
 MAX_CLUSTER_BLOCKS = 8
 """Blocks in a cluster that every device with clusters can place."""
 

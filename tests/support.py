@@ -10,6 +10,7 @@ import pytest
 
 import burt_numba
 from burt_numba import reference
+from burt_numba.backend import cuda
 
 ON_GPU = os.environ.get("BURT_NUMBA_TEST_TARGET", "simulator") == "gpu"
 
@@ -61,8 +62,6 @@ def to_target(array):
     array = np.asanyarray(array)
     if not ON_GPU:
         return array
-    from burt_numba.backend import cuda
-
     if array.size == 0:
         return cuda.device_array(array.shape, array.dtype)
     first = array.__array_interface__["data"][0]
@@ -106,14 +105,17 @@ class Guarded:
     MARGIN = 64
 
     def __init__(self, content, sentinel, skew=0):
-        content = np.asarray(content)
+        content = np.array(content, order="C")
         start = self.MARGIN + skew
         self.inside = slice(start, start + content.size)
         host = np.full(content.size + 2 * self.MARGIN + skew, sentinel, content.dtype)
         host[self.inside] = content.ravel()
         self.before = host.copy()
         self.buffer = to_target(host)
-        self.array = self.buffer[self.inside].reshape(content.shape)
+        if ON_GPU:
+            self.array = cuda.as_cuda_array(_DeviceView(self.buffer, start * content.itemsize, content))
+        else:
+            self.array = self.buffer[self.inside].reshape(content.shape)
 
     def result(self):
         """The array on the host, once the cells around it were found untouched."""

@@ -21,7 +21,8 @@ from support import (
 )
 
 import burt_numba
-from burt_numba import reference
+from burt_numba import kernels, reference
+from burt_numba.backend import cuda
 
 # Outputs -------------------------------------------------------------------------------------------------------------
 
@@ -80,8 +81,6 @@ def test_validate_output_changes_nothing_that_is_right():
 
 
 def test_on_a_stream():
-    from burt_numba.backend import cuda
-
     scores, stream = normal((1, 1, 3, 40)), cuda.stream()
     array = to_target(scores)
     cuda.synchronize()
@@ -285,8 +284,6 @@ def test_refuses_bfloat16_by_name():
 
 
 def launch_by_hand(scores, mask, causal, offset, block, shared_bytes):
-    from burt_numba import kernels
-
     batch_size, num_heads, queries, _ = scores.shape
     errors = np.zeros(8, np.int64)
     errors[0] = NO_EVENT

@@ -20,7 +20,8 @@ from support import (
 )
 
 import burt_numba
-from burt_numba import reference
+from burt_numba import kernels, reference
+from burt_numba.backend import cuda
 
 # Outputs -------------------------------------------------------------------------------------------------------------
 
@@ -86,8 +87,6 @@ def test_validate_output_counts_again_what_is_over_the_bound():
 
 
 def test_on_a_stream():
-    from burt_numba.backend import cuda
-
     logits, stream = normal((3, 40)), cuda.stream()
     array = to_target(logits)
     cuda.synchronize()
@@ -315,8 +314,6 @@ def test_refuses_bfloat16_by_name():
 def launch_by_hand(
     logits, block, shared_bytes, *, bound=0.2, row_bounds=(), with_rows=True, parameters=(0.01, 10.0, 20)
 ):
-    from burt_numba import kernels
-
     rows, num_classes = logits.shape
     errors = np.zeros(8, np.int64)
     errors[0] = NO_EVENT

@@ -10,6 +10,7 @@ import pytest
 
 import burt_numba
 from burt_numba import reference
+from burt_numba.backend import cuda
 
 pytestmark = pytest.mark.gpu_only("the simulator runs one block after another and has no hardware limits")
 torch = pytest.importorskip("torch")
@@ -174,8 +175,6 @@ def test_inputs_that_are_freed_at_once():
 
 def test_freed_nan_does_not_come_back():
     """Scratch memory that nobody had set held NaN of earlier work: fla-org/flash-linear-attention#892."""
-    from burt_numba.backend import cuda
-
     logits = normal(64, 70_000)
     scores = logits.view(2, 2, 16, -1)
     before = burt_numba.constrained_softmax(logits), burt_numba.attention_softmax(scores)

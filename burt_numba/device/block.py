@@ -12,7 +12,7 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.device.numeric import NEGATIVE_INFINITY
-from burt_numba.device.warp import warp_max, warp_sum, warp_sum3
+from burt_numba.device.warp import FULL_MASK, warp_max, warp_sum, warp_sum3
 
 MAX_WARPS = 32
 SCRATCH_SIZE = 2 * 3 * MAX_WARPS
@@ -22,7 +22,7 @@ _ZERO = np.float32(0.0)
 @cuda.jit(device=True)
 def block_max(value, scratch, phase, warps, lanes):
     """Maximum over the ``warps`` warps of the block."""
-    value = warp_max(value, 32)
+    value = warp_max(value, 32, FULL_MASK)
     if warps > 1:
         thread = cuda.threadIdx.x
         lane = thread & 31
@@ -31,14 +31,14 @@ def block_max(value, scratch, phase, warps, lanes):
             scratch[base + (thread >> 5)] = value
         cuda.syncthreads()  # the partial maxima of all warps are in scratch
         slot = lane & (lanes - 1)
-        value = warp_max(scratch[base + slot] if slot < warps else NEGATIVE_INFINITY, lanes)
+        value = warp_max(scratch[base + slot] if slot < warps else NEGATIVE_INFINITY, lanes, FULL_MASK)
     return value
 
 
 @cuda.jit(device=True)
 def block_sum(value, scratch, phase, warps, lanes):
     """Sum over the block, the same bits in every thread and on every run."""
-    value = warp_sum(value, 32)
+    value = warp_sum(value, 32, FULL_MASK)
     if warps > 1:
         thread = cuda.threadIdx.x
         lane = thread & 31
@@ -47,14 +47,14 @@ def block_sum(value, scratch, phase, warps, lanes):
             scratch[base + (thread >> 5)] = value
         cuda.syncthreads()  # the partial sums of all warps are in scratch
         slot = lane & (lanes - 1)
-        value = warp_sum(scratch[base + slot] if slot < warps else _ZERO, lanes)
+        value = warp_sum(scratch[base + slot] if slot < warps else _ZERO, lanes, FULL_MASK)
     return value
 
 
 @cuda.jit(device=True)
 def block_sum3(a, b, c, scratch, phase, warps, lanes):
     """Three sums over the block for the price of one barrier."""
-    a, b, c = warp_sum3(a, b, c, 32)
+    a, b, c = warp_sum3(a, b, c, 32, FULL_MASK)
     if warps > 1:
         thread = cuda.threadIdx.x
         lane = thread & 31
@@ -69,7 +69,7 @@ def block_sum3(a, b, c, scratch, phase, warps, lanes):
         a = scratch[base + slot] if slot < warps else _ZERO
         b = scratch[base + 32 + slot] if slot < warps else _ZERO
         c = scratch[base + 64 + slot] if slot < warps else _ZERO
-        a, b, c = warp_sum3(a, b, c, lanes)
+        a, b, c = warp_sum3(a, b, c, lanes, FULL_MASK)
     return a, b, c
 
 

@@ -71,7 +71,7 @@ else:
 
 @cuda.jit(device=True)
 def cluster_max(value, scratch, phase, rank, blocks):
-    """Maximum over the cluster of a value that all threads of a block hold. Calls alternate the phase, as in a block."""
+    """Maximum over the cluster of a value that a block's threads share. Calls alternate the phase, as in a block."""
     base = phase * 24
     if cuda.threadIdx.x < blocks:
         cluster_store(scratch, base + rank, cuda.threadIdx.x, value)
@@ -98,3 +98,16 @@ def cluster_sum3(a, b, c, scratch, phase, rank, blocks):
         total_b += scratch[base + 8 + block]
         total_c += scratch[base + 16 + block]
     return total_a, total_b, total_c
+
+
+@cuda.jit(device=True)
+def cluster_sum(value, scratch, phase, rank, blocks):
+    """One sum over the cluster, in the order of the blocks."""
+    base = phase * 24
+    if cuda.threadIdx.x < blocks:
+        cluster_store(scratch, base + rank, cuda.threadIdx.x, value)
+    cluster_barrier()  # every block's sum is in every block's scratch
+    total = _ZERO
+    for block in range(blocks):
+        total += scratch[base + block]
+    return total

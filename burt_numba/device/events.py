@@ -1,50 +1,106 @@
-"""How kernels report what only they can see: counts and the lowest place of an event, in a buffer the host reads.
+"""How kernels report what only they can see: counts and the lowest place of an event, in a buffer.
 
-The buffer is ``int64[8]``: element 0 holds the lowest ``8 * index + code`` of all events (``NO_EVENT`` when there was
-none), element ``code`` the number of events of that code. Counts only grow.
+Cells of the buffer (int64): 0 holds the lowest ``8 * index + code`` of all events, ``code`` the number of events of that
+code, which only grows. A buffer of 8 cells is all there is to it. The public functions pass a longer one, in device memory
+where atomics are cheap, that names a mirror in host memory; the host reads the mirror without waiting:
+
+    0          1 .. 7    8                 9
+    first      counts    lock (0 or 1)     address of the mirror: cells 0 .. 7 in host memory, mapped
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from burt_numba.backend import cuda
-from burt_numba.device.warp import any_lane, warp_min, warp_sum
-
-BUFFER_SIZE = 8
-NO_EVENT = np.iinfo(np.int64).max
+from burt_numba.backend import SIMULATED, cuda
+from burt_numba.device.warp import warp_min, warp_sum
+from burt_numba.target import EVENT_CELLS
 
 NAN_INPUT = np.int64(1)
 INF_INPUT = np.int64(2)
 ENTROPY_OVERFLOW = np.int64(3)
 DIM_MISMATCH = np.int64(6)
 
-_NO_INDEX = np.int64(NO_EVENT >> 3)
+_NO_INDEX = np.int64(1 << 59)
+_LOCK = 8
+_MIRROR = 9
+
+if SIMULATED:
+
+    def _store_at(address, value):
+        raise RuntimeError("buffers of the simulator lie in host memory and have no mirror")
+
+else:
+    from llvmlite import ir
+    from numba.cuda.extending import intrinsic
+
+    from burt_numba.backend import types
+
+    @intrinsic
+    def _store_at(typingctx, address, value):
+        """Write an int64 to an address: a posted write across the bus where that is host memory."""
+
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+            store = builder.store(args[1], pointer, align=8)
+            store.volatile = True
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+
+@cuda.jit(device=True)
+def _count_all(errors):
+    """Events so far. Atomics read what other multiprocessors have written; plain loads may be served from a stale L1."""
+    total = np.int64(0)
+    for cell in range(1, EVENT_CELLS):
+        total += cuda.atomic.add(errors, cell, np.int64(0))
+    return total
+
+
+@cuda.jit(device=True)
+def _publish(errors):
+    """Copy the buffer to its mirror, on behalf of every thread that is reporting meanwhile.
+
+    Writing to host memory takes microseconds, so one thread at a time does it and the others leave. Who holds the lock
+    counts again after letting it go: whoever was turned away had added its events before that.
+    """
+    cuda.threadfence()
+    while cuda.atomic.cas(errors, _LOCK, np.int64(0), np.int64(1)) == 0:
+        seen = _count_all(errors)
+        for cell in range(EVENT_CELLS):
+            _store_at(errors[_MIRROR] + np.int64(8 * cell), cuda.atomic.add(errors, cell, np.int64(0)))
+        cuda.threadfence_system()
+        cuda.atomic.exch(errors, _LOCK, np.int64(0))
+        cuda.threadfence()
+        if _count_all(errors) == seen:
+            break
 
 
 @cuda.jit(device=True)
 def record_event(errors, code, count, index):
     """One thread reports ``count`` events of a code, the lowest of them at the flat ``index``."""
-    # The place first: a host that sees the count then finds the place as well.
+    # The place first: whoever sees the count then finds the place as well.
     cuda.atomic.min(errors, 0, np.int64(index) * np.int64(8) + np.int64(code))
-    cuda.threadfence_system()
+    cuda.threadfence()
     cuda.atomic.add(errors, np.int64(code), np.int64(count))
+    if errors.size > EVENT_CELLS:
+        _publish(errors)
 
 
 @cuda.jit(device=True)
-def record_bad_elements(errors, nans, infinities, first_nan, first_infinity):
-    """A warp reports its NaN and Inf elements: one pair of atomics a code and warp, none where nothing is bad.
+def record_bad_elements(errors, nans, infinities, first_nan, first_infinity, lanes, mask):
+    """A group of lanes reports its NaN and Inf elements: one report a code, none where nothing is bad.
 
     ``nans`` and ``infinities`` count those of the lane, ``first_nan`` and ``first_infinity`` are its lowest flat
     indices (anything when the count is 0).
     """
-    if any_lane(nans > 0):
-        count = warp_sum(nans, 32)
-        index = warp_min(first_nan if nans > 0 else _NO_INDEX, 32)
-        if cuda.laneid == 0:
-            record_event(errors, NAN_INPUT, count, index)
-    if any_lane(infinities > 0):
-        count = warp_sum(infinities, 32)
-        index = warp_min(first_infinity if infinities > 0 else _NO_INDEX, 32)
-        if cuda.laneid == 0:
-            record_event(errors, INF_INPUT, count, index)
+    leads = cuda.laneid & (lanes - 1) == 0
+    count = warp_sum(nans, lanes, mask)
+    index = warp_min(first_nan if nans > 0 else _NO_INDEX, lanes, mask)
+    if leads and count > 0:
+        record_event(errors, NAN_INPUT, count, index)
+    count = warp_sum(infinities, lanes, mask)
+    index = warp_min(first_infinity if infinities > 0 else _NO_INDEX, lanes, mask)
+    if leads and count > 0:
+        record_event(errors, INF_INPUT, count, index)

@@ -35,6 +35,10 @@ if SIMULATED:
         """Natural logarithm to float32 accuracy."""
         return np.float32(np.log(np.float64(x)))
 
+    def divide_int32(a, b):
+        """a // b for integers from 0 to 2**31 - 1."""
+        return a // b
+
 else:
     import math
 
@@ -74,3 +78,12 @@ else:
     @cuda.jit(device=True)
     def log(x):
         return math.log(x)
+
+    @intrinsic
+    def divide_int32(typingctx, a, b):
+        """32-bit division: Numba's own widens integers to 64 bits, whose division is a routine of a hundred steps."""
+
+        def codegen(context, builder, signature, args):
+            return builder.udiv(*args)
+
+        return types.int32(types.int32, types.int32), codegen

@@ -1,33 +1,44 @@
-"""Warp shuffles, votes and reductions. Every lane of the warp calls them.
+"""Warp shuffles, votes and reductions.
 
-The butterfly reductions leave the same bits in every lane: at each step both lanes of a pair add the same two values.
+The reductions work within aligned groups of ``lanes`` lanes, a power of two up to 32, and leave the same bits in every lane
+of a group: at each step both lanes of a pair add the same two values. ``mask`` names the lanes that are sure to call: those
+of the group (``group_mask``) where groups may have parted, else all of the warp.
 """
 
 from __future__ import annotations
+
+import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.device.numeric import maximum
 
 FULL_MASK = 0xFFFFFFFF
-WARP_SIZE = 32
 
 
 @cuda.jit(device=True)
-def shuffle_xor(value, lane_mask):
+def group_mask(lanes):
+    """The lanes of the calling lane's group."""
+    if lanes == 32:
+        return np.uint32(FULL_MASK)
+    return np.uint32(((1 << lanes) - 1) << (cuda.laneid & (32 - lanes)))
+
+
+@cuda.jit(device=True)
+def shuffle_xor(value, lane_mask, mask):
     """The value of the lane whose number differs in the bits of ``lane_mask``."""
-    return cuda.shfl_xor_sync(FULL_MASK, value, lane_mask)
+    return cuda.shfl_xor_sync(mask, value, lane_mask)
 
 
 @cuda.jit(device=True)
-def shuffle(value, lane):
+def shuffle(value, lane, mask):
     """The value of one lane, in every lane."""
-    return cuda.shfl_sync(FULL_MASK, value, lane)
+    return cuda.shfl_sync(mask, value, lane)
 
 
 @cuda.jit(device=True)
-def any_lane(predicate):
+def any_lane(predicate, mask):
     """True in every lane when the predicate holds in one of them."""
-    return cuda.any_sync(FULL_MASK, predicate)
+    return cuda.any_sync(mask, predicate)
 
 
 @cuda.jit(device=True)
@@ -37,44 +48,44 @@ def sync_warp():
 
 
 @cuda.jit(device=True)
-def warp_max(value, lanes):
-    """Maximum over each aligned group of ``lanes`` (a power of two up to 32) lanes, in every lane of it."""
+def warp_max(value, lanes, mask):
+    """Maximum of float32 values over each group."""
     step = lanes >> 1
     while step > 0:
-        value = maximum(value, shuffle_xor(value, step))
+        value = maximum(value, shuffle_xor(value, step, mask))
         step >>= 1
     return value
 
 
 @cuda.jit(device=True)
-def warp_sum(value, lanes):
-    """Sum over each aligned group of ``lanes`` (a power of two up to 32) lanes, the same bits in every lane of it."""
+def warp_sum(value, lanes, mask):
+    """Sum over each group."""
     step = lanes >> 1
     while step > 0:
-        value += shuffle_xor(value, step)
+        value += shuffle_xor(value, step, mask)
         step >>= 1
     return value
 
 
 @cuda.jit(device=True)
-def warp_min(value, lanes):
-    """Minimum over each aligned group of ``lanes`` lanes, for integers and floats alike."""
+def warp_min(value, lanes, mask):
+    """Minimum over each group, of integers or floats."""
     step = lanes >> 1
     while step > 0:
-        other = shuffle_xor(value, step)
+        other = shuffle_xor(value, step, mask)
         value = other if other < value else value
         step >>= 1
     return value
 
 
 @cuda.jit(device=True)
-def warp_sum3(a, b, c, lanes):
+def warp_sum3(a, b, c, lanes, mask):
     """Three sums at once: their shuffles overlap."""
     step = lanes >> 1
     while step > 0:
-        other_a = shuffle_xor(a, step)
-        other_b = shuffle_xor(b, step)
-        other_c = shuffle_xor(c, step)
+        other_a = shuffle_xor(a, step, mask)
+        other_b = shuffle_xor(b, step, mask)
+        other_c = shuffle_xor(c, step, mask)
         a += other_a
         b += other_b
         c += other_c

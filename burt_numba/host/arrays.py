@@ -7,6 +7,7 @@ all that a launch depends on but the pointer; ``describe`` is the full account, 
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,9 @@ class Description(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """C-contiguous; strides of axes of size 1 do not matter."""
+        """C-contiguous; the strides of axes of size 1, and of an empty array, do not matter."""
+        if 0 in self.shape:
+            return True
         expected = self.itemsize
         for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if size > 1 and stride != expected:
@@ -156,9 +159,7 @@ class NumbaFamily(Family):
             return cuda.device_array(shape, dtype)
 
     def stream(self, array: Any, device: int) -> int:
-        from burt_numba.backend import cuda
-
-        return stream_handle(cuda.default_stream())
+        return _PER_THREAD_STREAM if per_thread_default_stream() else 0
 
 
 class TorchFamily(Family):
@@ -314,6 +315,18 @@ class InterfaceFamily(NumbaFamily):
         # The protocol asks a consumer to be ordered after the work on this stream; launching there is.
         named = array.__cuda_array_interface__.get("stream")
         return super().stream(array, device) if named is None else named
+
+
+_PER_THREAD_STREAM = 2
+"""The driver's handle for the default stream of the calling thread."""
+
+
+@cache
+def per_thread_default_stream() -> bool:
+    """True when Numba was told to use a default stream for each thread."""
+    from numba.core import config
+
+    return bool(config.CUDA_PER_THREAD_DEFAULT_STREAM)
 
 
 def pointer_device(pointer: int) -> int:

@@ -10,6 +10,10 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import ClassVar
+
+from burt_numba.host.memory import NO_EVENT, EventMemory, synchronize
+from burt_numba.target import EVENT_CELLS
 
 
 class BurtError(IntEnum):
@@ -26,12 +30,15 @@ class BurtError(IntEnum):
 
 
 _UNITS = {
-    BurtError.NAN_INPUT: "NaN element",
-    BurtError.INF_INPUT: "Inf element",
-    BurtError.ENTROPY_OVERFLOW: "row that cannot reach its entropy bound",
-    BurtError.SPECTRAL_OVERFLOW: "matrix still over its spectral bound",
-    BurtError.CAPACITY_FULL: "dropped token",
-    BurtError.DIM_MISMATCH: "value out of its range",
+    BurtError.NAN_INPUT: ("NaN element", "NaN elements"),
+    BurtError.INF_INPUT: ("Inf element", "Inf elements"),
+    BurtError.ENTROPY_OVERFLOW: (
+        "row that cannot reach its entropy bound",
+        "rows that cannot reach their entropy bounds",
+    ),
+    BurtError.SPECTRAL_OVERFLOW: ("matrix still over its spectral bound", "matrices still over their spectral bounds"),
+    BurtError.CAPACITY_FULL: ("dropped token", "dropped tokens"),
+    BurtError.DIM_MISMATCH: ("value out of its range", "values out of their range"),
 }
 
 
@@ -57,14 +64,8 @@ class _Report:
         self.code = BurtError(first & 7) if first is not None else min(counts, default=BurtError.SUCCESS)
         parts = []
         for code, count in sorted(counts.items()):
-            what = _UNITS.get(code, "event")
-            plural = what.replace("row that cannot reach its", "rows that cannot reach their").replace(
-                "matrix still over its", "matrices still over their"
-            )
-            if plural == what:
-                plural = what.replace("value out of its range", "values out of their range") if " " in what else what
-                plural = what + "s" if plural == what else plural
-            parts.append(f"code {int(code)} ({code.name}): {count} {what if count == 1 else plural}")
+            what = _UNITS[code][count != 1]
+            parts.append(f"code {int(code)} ({code.name}): {count} {what}")
         where = "" if self.first_index is None else f"; first at flat index {self.first_index} (code {int(self.code)})"
         super().__init__(f"{function}: {', '.join(parts)}{where}")
 
@@ -76,8 +77,6 @@ class BurtWarning(_Report, RuntimeWarning):
 class BurtRuntimeError(_Report, RuntimeError):
     """The same as BurtWarning, raised under the policy "raise"."""
 
-
-# --- policy -------------------------------------------------------------------------------------------------------
 
 _policy = "warn"
 _synchronous_depth = 0
@@ -119,51 +118,53 @@ def report(function: str, counts: dict[BurtError, int], first: int | None, stack
         warnings.warn(BurtWarning(function, counts, first), stacklevel=stacklevel + 1)
 
 
-# --- buffers ------------------------------------------------------------------------------------------------------
-
-_CELLS = 8
-_NO_EVENT = (1 << 63) - 1
-
-
 class EventCells:
-    """Eight int64 cells that device atomics reach and the host reads without waiting.
+    """One error buffer on one device, as the host sees it.
 
-    Cell 0 is the lowest ``8 * index + code``, cell ``code`` a count that only grows. What was reported is remembered
-    here and subtracted, so that nothing the device adds meanwhile is lost. Only cell 0 is ever written by the host.
+    Counts only grow. What was reported is remembered here and subtracted, so that nothing the device adds meanwhile is
+    lost.
     """
 
     def __init__(self, device: int) -> None:
-        from burt_numba.host.memory import mapped_cells
-
-        self.device = device
-        self.memory = mapped_cells(device, _CELLS)
-        self.cells = self.memory.cells
-        self.cells[0] = _NO_EVENT
+        self.memory = EventMemory(device)
+        self.place_is_old = False
+        """The device still holds a lowest place that was reported; the next launch must reset it first."""
+        self._cells = self.memory.cells
         self._lock = threading.Lock()
-        self._reported = list(self.cells)
+        self._reported = list(self._cells)
 
     def changed(self) -> bool:
         """True when there is anything to report; costs well under a microsecond."""
-        return self.cells[:] != self._reported
+        return self._cells[:] != self._reported
 
     def peek(self) -> tuple[dict[BurtError, int], int | None]:
         """Counts since the last report and the lowest ``8 * index + code``, without marking them as reported."""
-        now = self.cells[:]
-        counts = {BurtError(c): now[c] - self._reported[c] for c in range(1, _CELLS) if now[c] != self._reported[c]}
-        return counts, None if now[0] == _NO_EVENT or not counts else now[0]
+        return self._events(self._cells[:])
+
+    def _events(self, now: list[int]) -> tuple[dict[BurtError, int], int | None]:
+        counts = {
+            BurtError(code): now[code] - self._reported[code]
+            for code in range(1, EVENT_CELLS)
+            if now[code] != self._reported[code]
+        }
+        return counts, now[0] if counts and now[0] != NO_EVENT else None
 
     def take(self) -> tuple[dict[BurtError, int], int | None]:
         """The same, marked as reported."""
         with self._lock:
-            now = self.cells[:]
-            counts = {BurtError(c): now[c] - self._reported[c] for c in range(1, _CELLS) if now[c] != self._reported[c]}
-            if not counts:
-                # A place without a count: its count is on the way, and a later look finds both.
-                return {}, None
-            self.cells[0] = _NO_EVENT
-            now_first = None if now[0] == _NO_EVENT else now[0]
-            self._reported = [_NO_EVENT, *now[1:]]
-            return counts, now_first
+            now = self._cells[:]
+            counts, first = self._events(now)
+            # A place without a count is left: its count is on the way, and a later look finds both.
+            if counts:
+                self._cells[0] = NO_EVENT
+                self._reported = [NO_EVENT, *now[1:]]
+                self.place_is_old = True
+            return counts, first
+
+    def renew(self, stream: int | None) -> None:
+        """Let the device look for a lowest place again; see ``EventMemory.forget_place``."""
+        self.place_is_old = False
+        self.memory.forget_place(stream)
 
 
 class ErrorBuffer:
@@ -222,22 +223,22 @@ class ErrorBuffer:
 
     def check(self) -> BurtError:
         """Wait for the devices that use this buffer and return ``code``."""
-        from burt_numba.host.memory import synchronize
-
         for device in list(self._cells):
             synchronize(device)
         return self.code
 
     def reset(self) -> None:
-        """Forget the events so far."""
-        for cells in self._cells.values():
+        """Wait for the devices that use this buffer, and forget the events so far."""
+        for device, cells in list(self._cells.items()):
+            synchronize(device)
             cells.take()
+            cells.renew(None)
 
 
 class FunctionErrors:
     """The default buffers of one public function, one a device."""
 
-    _all: weakref.WeakSet[FunctionErrors] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet[FunctionErrors]] = weakref.WeakSet()
 
     def __init__(self, function: str) -> None:
         self.function = function
@@ -253,14 +254,13 @@ class FunctionErrors:
         return found
 
     def report(self, cells: EventCells, stacklevel: int) -> None:
+        """Report by policy what the cells hold and nobody has reported."""
         counts, first = cells.take()
         if counts:
             report(self.function, counts, first, stacklevel + 1)
 
     @classmethod
     def report_all(cls, stacklevel: int) -> None:
-        from burt_numba.host.memory import synchronize
-
         found = sorted(cls._all, key=lambda errors: errors.function)
         for device in sorted({device for errors in found for device in errors._cells}):
             synchronize(device)
@@ -269,6 +269,8 @@ class FunctionErrors:
             for cells in errors._cells.values():
                 try:
                     errors.report(cells, stacklevel + 1)
+                    if cells.place_is_old:
+                        cells.renew(None)
                 except BurtRuntimeError as raised:
                     failure = failure or raised
         if failure is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from burt_numba.host.compiling import KernelSpec
+from burt_numba.host.memory import DEVICE_EVENT_CELLS
 from burt_numba.target import SIMULATED
 
 _ITEM_BYTES = {"f4": 4, "f2": 2, "u1": 1, "i4": 4, "i8": 8}
@@ -160,7 +161,7 @@ class DeviceLaunch:
         for argument in launch.arguments:
             if isinstance(argument, (Array, Errors)):
                 if isinstance(argument, Errors):
-                    argument = Array(None, "i8", (8,))
+                    argument = Array(None, "i8", (DEVICE_EVENT_CELLS,))
                     self._errors_cell = len(values) + 4
                 elif argument.operand is not None:
                     self._pointers.append((len(values) + 4, argument.operand, argument.offset))

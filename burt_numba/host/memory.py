@@ -1,11 +1,14 @@
-"""Driver calls that are not launches: mapped host memory, waiting, devices."""
+"""Driver calls that are not launches: the memory of error buffers, waiting, devices."""
 
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 
-from burt_numba.target import SIMULATED
+from burt_numba.target import EVENT_CELLS, SIMULATED
 
 
 def driver_call(result):
@@ -16,31 +19,71 @@ def driver_call(result):
     return values[0] if len(values) == 1 else tuple(values)
 
 
-class MappedCells:
-    """int64 cells in pinned host memory that the device reaches at ``pointer``; freed with the process."""
+NO_EVENT = 0x7F7F7F7F7F7F7F7F
+"""What cell 0 of an error buffer holds before any event: above every place, and every byte the same."""
 
-    def __init__(self, device: int, count: int) -> None:
+DEVICE_EVENT_CELLS = 16
+"""Cells on the device: the buffer itself, a lock, the address of the mirror (see ``device.events``)."""
+
+
+class EventMemory:
+    """The memory of an error buffer: cells on the device, and their mirror in host memory (``cells``).
+
+    Allocated with the first use of a buffer on a device and kept for the life of the process: a captured graph may write
+    to it at any time.
+    """
+
+    def __init__(self, device: int) -> None:
+        self.device = device
         if SIMULATED:
             import numpy as np
 
-            self.array = np.zeros(count, np.int64)
+            self.array = np.zeros(EVENT_CELLS, np.int64)
             self.pointer = self.array.ctypes.data
+            self.cells = (ctypes.c_int64 * EVENT_CELLS).from_address(self.pointer)
+            self.cells[0] = NO_EVENT
+            return
+        from cuda.bindings import driver
+
+        with device_context(device), allowed_in_capture():
+            flags = driver.CU_MEMHOSTALLOC_DEVICEMAP | driver.CU_MEMHOSTALLOC_PORTABLE
+            host = int(driver_call(driver.cuMemHostAlloc(8 * EVENT_CELLS, flags)))
+            self.cells = (ctypes.c_int64 * EVENT_CELLS).from_address(host)
+            self.cells[:] = [NO_EVENT] + [0] * (EVENT_CELLS - 1)
+            mirror = int(driver_call(driver.cuMemHostGetDevicePointer(host, 0)))
+            self.pointer = int(driver_call(driver.cuMemAlloc(8 * DEVICE_EVENT_CELLS)))
+            start = (ctypes.c_int64 * DEVICE_EVENT_CELLS)(NO_EVENT)
+            start[EVENT_CELLS + 1] = mirror
+            # A stream of its own: the default stream may not be used while another one is captured.
+            stream = driver_call(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            driver_call(driver.cuMemcpyHtoDAsync(self.pointer, ctypes.addressof(start), 8 * DEVICE_EVENT_CELLS, stream))
+            driver_call(driver.cuStreamSynchronize(stream))
+            driver_call(driver.cuStreamDestroy(stream))
+
+    def forget_place(self, stream: int | None) -> None:
+        """Reset the lowest place on the device, in the order of a stream; None: now, when nothing is running."""
+        if SIMULATED:
+            return
+        from cuda.bindings import driver
+
+        if stream is None:
+            with device_context(self.device):
+                driver_call(driver.cuMemsetD8(self.pointer, NO_EVENT & 0xFF, 8))
         else:
-            from cuda.bindings import driver
-
-            with device_context(device):
-                flags = driver.CU_MEMHOSTALLOC_DEVICEMAP | driver.CU_MEMHOSTALLOC_PORTABLE
-                host = int(driver_call(driver.cuMemHostAlloc(8 * count, flags)))
-                self.pointer = int(driver_call(driver.cuMemHostGetDevicePointer(host, 0)))
-        address = self.pointer if SIMULATED else host
-        self.cells = (ctypes.c_int64 * count).from_address(address)
-        for cell in range(count):
-            self.cells[cell] = 0
+            driver_call(driver.cuMemsetD8Async(self.pointer, NO_EVENT & 0xFF, 8, stream))
 
 
-def mapped_cells(device: int, count: int) -> MappedCells:
-    """Fresh cells, all 0."""
-    return MappedCells(device, count)
+@contextmanager
+def allowed_in_capture() -> Iterator[None]:
+    """Allow calls that wait or allocate while this thread captures a graph on some stream: they touch none of it."""
+    from cuda.bindings import driver
+
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = driver_call(driver.cuThreadExchangeStreamCaptureMode(mode))
+    try:
+        yield
+    finally:
+        driver_call(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
 @cache
@@ -85,6 +128,20 @@ def current_device() -> int | None:
 
     error, device = driver.cuCtxGetDevice()
     return int(device) if error == 0 else None
+
+
+_thread = threading.local()
+
+
+def is_current(device: int) -> bool:
+    """True when a launch from this thread goes to the device.
+
+    With one device in the machine a thread that had its context once keeps it, and the driver is not asked again.
+    """
+    if device_count() == 1 and getattr(_thread, "has_context", False):
+        return True
+    _thread.has_context = current_device() == device
+    return _thread.has_context
 
 
 class device_context:

@@ -6,7 +6,6 @@ arguments of a known kind looks its launches up, checks for overlap, and launche
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 from burt_numba.host import errors as reports
 from burt_numba.host.arrays import Description, Family, family_of, stream_handle
 from burt_numba.host.checks import describe, one_device
-from burt_numba.host.errors import BurtDimensionError, ErrorBuffer, FunctionErrors
+from burt_numba.host.errors import BurtDimensionError, ErrorBuffer, EventCells, FunctionErrors
 from burt_numba.host.launching import Launch, prepare
-from burt_numba.host.memory import current_device, device_context, synchronize
+from burt_numba.host.memory import current_device, device_context, is_current, synchronize
 from burt_numba.target import SIMULATED
 
 VECTOR_BYTES = 16
@@ -81,7 +80,6 @@ class Operation:
         self._vectors = tuple(self.names.index(n) for n in vectors)
         self._answer = answer
         self._calls: dict[Any, _Call] = {}
-        self._ready = threading.local()
 
     def __call__(
         self,
@@ -95,7 +93,7 @@ class Operation:
         keys: list[Any] = []
         pointers: list[int] = []
         for operand in operands:
-            if operand is None:
+            if operand is None and keys:
                 keys.append(None)
                 pointers.append(0)
                 continue
@@ -142,8 +140,9 @@ class Operation:
         return out
 
     def _refuse(self, operands: Sequence[Any]) -> None:
-        for name, operand in zip(self.names, operands, strict=True):
-            if operand is not None:
+        """Raise the TypeError of the first operand that is no array."""
+        for place, (name, operand) in enumerate(zip(self.names, operands, strict=True)):
+            if operand is not None or place == 0:
                 describe(self.name, name, operand)
 
     def _launch(
@@ -157,21 +156,14 @@ class Operation:
     ) -> None:
         if SIMULATED:
             arrays = [None if o is None else family_of(o).as_numpy(o) for o in operands]  # type: ignore[union-attr]
-            for launch in call.launches:
-                launch(arrays, numbers, cells, 0)
+            _launch_all(call.launches, arrays, numbers, cells, 0)
             return
         handle = call.family.stream(operands[0], call.device) if stream is None else stream_handle(stream)
-        if getattr(self._ready, "device", None) == call.device and _single_device():
-            for launch in call.launches:
-                launch(pointers, numbers, cells, handle)
-        elif current_device() == call.device:
-            self._ready.device = call.device
-            for launch in call.launches:
-                launch(pointers, numbers, cells, handle)
+        if is_current(call.device):
+            _launch_all(call.launches, pointers, numbers, cells, handle)
         else:
             with device_context(call.device):
-                for launch in call.launches:
-                    launch(pointers, numbers, cells, handle)
+                _launch_all(call.launches, pointers, numbers, cells, handle)
 
     def _prepare(self, operands: Sequence[Any], options: tuple[Any, ...], aligned: bool, validate: bool) -> _Call:
         descriptions = [
@@ -256,7 +248,10 @@ def _host_view(array: Any) -> Any:
     return family.describe(array).family.as_numpy(array)
 
 
-def _single_device() -> bool:
-    from burt_numba.host.memory import device_count
-
-    return device_count() == 1
+def _launch_all(
+    launches: Sequence[Any], operands: Any, numbers: Sequence[float], cells: EventCells, stream: int
+) -> None:
+    if cells.place_is_old:
+        cells.renew(stream)
+    for launch in launches:
+        launch(operands, numbers, cells, stream)

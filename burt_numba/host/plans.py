@@ -57,12 +57,12 @@ def dimension(name: str, dims: dict[str, Any], key: str, lowest: int = 0, defaul
     return require_count(f"plan: {name}", key, value, lowest)
 
 
-def dtype_itemsize(name: str, dims: dict[str, Any]) -> tuple[str, int]:
-    """Take ``dtype`` out of ``dims``: its name and bytes."""
+def dtype_itemsize(name: str, dims: dict[str, Any]) -> int:
+    """Take ``dtype`` out of ``dims``: its bytes."""
     dtype = str(dims.pop("dtype", "float32"))
     if dtype not in FLOATING:
         raise BurtDimensionError(f"plan: {name}: dtype: expected {' or '.join(FLOATING)}, got {dtype}")
-    return dtype, 2 if dtype == "float16" else 4
+    return 2 if dtype == "float16" else 4
 
 
 def refuse_unknown(name: str, dims: dict[str, Any]) -> None:

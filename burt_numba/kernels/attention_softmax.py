@@ -12,13 +12,14 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.device.block import SCRATCH_SIZE
+from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, exp2, maximum
 from burt_numba.device.online_softmax import online_softmax
-from burt_numba.device.row_reductions import ANY_WARPS, row_reductions
+from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import clean, is_bad, row_offset
 from burt_numba.device.vector import load_vector, store_vector
-from burt_numba.device.warp import any_lane
+from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -35,32 +36,29 @@ def visible_keys(query, num_keys, causal, causal_offset):
 
 
 @cuda.jit(device=True)
-def _is_nan_score(score, mask):
-    return score != score or mask != mask
+def _report_bad_scores(read_pair, source, first, vector, end, step, flat_offset, errors, lanes, mask):
+    """A group of lanes reads its visible scores once more and reports those that are NaN or +inf, with their mask.
 
-
-@cuda.jit(device=True)
-def _report_bad_scores(read_pair, source, first, end, step, flat_offset, errors):
-    """A warp reads its visible scores once more and reports those that are NaN or +inf, with their mask.
-
-    What a mask of -inf hides is no error, whatever it is.
+    Each lane covers ``vector`` columns from ``first``, from ``first + step``, ... below ``end``. What a mask of -inf hides
+    is no error, whatever it is.
     """
     nans = np.int32(0)
     infinities = np.int32(0)
     first_nan = np.int64(0)
     first_infinity = np.int64(0)
-    for column in range(first, end, step):
-        score, mask = read_pair(source, column)
-        if mask != NEGATIVE_INFINITY and is_bad(score + mask):
-            if _is_nan_score(score, mask):
-                if nans == 0:
-                    first_nan = flat_offset + column
-                nans += np.int32(1)
-            else:
-                if infinities == 0:
-                    first_infinity = flat_offset + column
-                infinities += np.int32(1)
-    record_bad_elements(errors, nans, infinities, first_nan, first_infinity)
+    for start in range(first, end, step):
+        for column in range(start, min(start + vector, end)):
+            score, bias = read_pair(source, column)
+            if bias != NEGATIVE_INFINITY and is_bad(score + bias):
+                if score != score or bias != bias:
+                    if nans == 0:
+                        first_nan = flat_offset + column
+                    nans += np.int32(1)
+                else:
+                    if infinities == 0:
+                        first_infinity = flat_offset + column
+                    infinities += np.int32(1)
+    record_bad_elements(errors, nans, infinities, first_nan, first_infinity, lanes, mask)
 
 
 @cuda.jit(device=True)
@@ -83,7 +81,7 @@ def _documented_score(source, column):
     return score + mask
 
 
-_scan_documented = online_softmax(_documented_score, row_reductions(ANY_WARPS))
+_scan_documented = online_softmax(_documented_score, row_reductions(ANY_THREADS))
 
 
 @cuda.jit
@@ -106,9 +104,11 @@ def attention_softmax_kernel(scores, output, mask, batch_size, num_heads, seq_le
             visible = visible_keys(query, num_keys, causal, causal_offset)
             source = (scores, mask, batch, head, query)
             row_max, factor, bad = _scan_documented(source, thread, visible, threads, scratch, 0)
-            if any_lane(bad):
+            if any_lane(bad, FULL_MASK):
                 flat_offset = (np.int64(matrix) * seq_len + query) * num_keys
-                _report_bad_scores(_documented_pair, source, thread, visible, threads, flat_offset, errors)
+                _report_bad_scores(
+                    _documented_pair, source, thread, 1, visible, threads, flat_offset, errors, 32, FULL_MASK
+                )
             for column in range(thread, num_keys, threads):
                 value = _ZERO
                 if column < visible:
@@ -152,19 +152,19 @@ def _pair_reader(mask_kind: int):
 
 
 @cache
-def rows_kernel(row_warps: int, per_thread: int, vector: int, mask_kind: int):
-    """The kernel that holds each row in registers, ``row_warps`` warps a row, ``per_thread`` keys a thread.
+def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_kind: int):
+    """The kernel that holds each row in registers, ``per_thread`` keys in each of ``threads`` threads of ``blocks`` blocks.
 
-    With one warp a row each warp of a block has a row of its own. Thread t holds the keys
-    (v * threads + t) * vector + 0 .. vector - 1 for v = 0, 1, ...
+    Rows, lanes, blocks and columns lie as in the kernel of the same name of constrained_softmax.
     """
-    threads = row_warps * 32
+    shares_warp = threads <= 32
+    lanes = min(threads, 32)
     vectors = per_thread // vector
     stride = threads * vector
     load = load_vector(vector)
     store = store_vector(vector)
-    reductions = row_reductions(row_warps)
-    reduce_max, reduce_sum = reductions.maximum, reductions.sum
+    reductions = row_reductions(threads, blocks)
+    reduce_max, reduce_sum, block_rank = reductions.maximum, reductions.sum, reductions.rank
     read_pair = _pair_reader(mask_kind)
     apply_mask = _apply_boolean if mask_kind == BOOLEAN_MASK else _apply_additive
 
@@ -176,6 +176,7 @@ def rows_kernel(row_warps: int, per_thread: int, vector: int, mask_kind: int):
         first_row,
         rows,
         num_keys,
+        part_size,
         num_queries,
         origin,
         size1,
@@ -194,25 +195,32 @@ def rows_kernel(row_warps: int, per_thread: int, vector: int, mask_kind: int):
         errors,
     ):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+        exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
         registers = cuda.local.array(per_thread, np.float32)
         mask_registers = cuda.local.array(per_thread, np.float32)
-        if row_warps == 1:
-            thread = cuda.threadIdx.x & 31
-            row = cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5)
+        if shares_warp:
+            thread = cuda.threadIdx.x & (threads - 1)
+            row = cuda.blockIdx.x * (cuda.blockDim.x // threads) + cuda.threadIdx.x // threads
         else:
             thread = cuda.threadIdx.x
-            row = cuda.blockIdx.x
-        # Only warps with a row of their own can be without one: where barriers stand, every block has its row.
+            row = cuda.blockIdx.x // blocks
+        # Only where a block has several rows can a thread be without one; barriers stand where it has one.
         if row < rows:
+            lane_mask = group_mask(lanes)
             offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
             mask_offset = mask_origin + row_offset(row, size1, size2, mask_stride0, mask_stride1, mask_stride2)
             output_row = first_row + row
             output_offset = output_row * num_keys
-            visible = np.int32(num_keys)
+            part_start = block_rank() * part_size
+            part_end = np.int32(min(part_start + part_size, num_keys))
+            visible = part_end
             if causal:
-                visible = np.int32(visible_keys(output_row % num_queries, num_keys, causal, causal_offset))
+                visible = np.int32(
+                    min(visible_keys(output_row % num_queries, num_keys, causal, causal_offset), part_end)
+                )
+            first_column = part_start + thread * vector
             for part in range(vectors):
-                column = part * stride + thread * vector
+                column = first_column + part * stride
                 if column < visible:
                     if vector == 1:
                         registers[part] = np.float32(scores[offset + column * column_stride])
@@ -226,39 +234,54 @@ def rows_kernel(row_warps: int, per_thread: int, vector: int, mask_kind: int):
                     for element in range(vector):
                         registers[part * vector + element] = NEGATIVE_INFINITY
                         mask_registers[part * vector + element] = _ZERO
+                    # What is hidden by causality is known to be 0 before anything is read.
+                    if column < part_end:
+                        if vector == 1:
+                            output[output_offset + column] = _ZERO
+                        else:
+                            store(output, output_offset + column, mask_registers, part * vector)
             if mask_kind != NO_MASK:
                 for element in range(per_thread):
                     registers[element] = apply_mask(registers[element], mask_registers[element])
             if vector > 1 and causal:
                 # A vector across the diagonal holds keys that the query must not see.
                 for element in range(per_thread):
-                    if (element // vector) * stride + thread * vector + element % vector >= visible:
+                    if first_column + (element // vector) * stride + element % vector >= visible:
                         registers[element] = NEGATIVE_INFINITY
             bad = False
             for element in range(per_thread):
                 bad |= is_bad(registers[element])
-            if any_lane(bad):
+            if any_lane(bad, lane_mask):
                 for element in range(per_thread):
                     registers[element] = clean(registers[element])
                 source = (scores, offset, column_stride, mask, mask_offset, mask_column_stride)
                 _report_bad_scores(
-                    read_pair, source, np.int64(thread), np.int64(visible), np.int64(threads), output_offset, errors
+                    read_pair,
+                    source,
+                    np.int64(first_column),
+                    vector,
+                    np.int64(visible),
+                    np.int64(stride),
+                    output_offset,
+                    errors,
+                    lanes,
+                    lane_mask,
                 )
             row_max = -FLOAT32_MAX
             for element in range(per_thread):
                 row_max = maximum(row_max, registers[element])
-            row_max = reduce_max(row_max, scratch, scratch, 0)
+            row_max = reduce_max(row_max, scratch, exchange, 0)
             total = _ZERO
             for element in range(per_thread):
                 registers[element] = exp2((registers[element] - row_max) * LOG2_E)
                 total += registers[element]
-            total = reduce_sum(total, scratch, scratch, 1)
+            total = reduce_sum(total, scratch, exchange, 1)
             factor = _ONE / total if total > _ZERO else _ZERO
             for element in range(per_thread):
                 registers[element] *= factor
             for part in range(vectors):
-                column = part * stride + thread * vector
-                if column < num_keys:
+                column = first_column + part * stride
+                if column < visible:
                     if vector == 1:
                         output[output_offset + column] = registers[part]
                     else:
@@ -280,7 +303,7 @@ def streamed_kernel(mask_kind: int):
         score, mask = read_pair(source, column)
         return score + mask
 
-    scan = online_softmax(read_score, row_reductions(ANY_WARPS))
+    scan = online_softmax(read_score, row_reductions(ANY_THREADS))
 
     @cuda.jit
     def attention_softmax_streamed_kernel(
@@ -290,6 +313,7 @@ def streamed_kernel(mask_kind: int):
         first_row,
         rows,
         num_keys,
+        part_size,
         num_queries,
         origin,
         size1,
@@ -318,8 +342,8 @@ def streamed_kernel(mask_kind: int):
         visible = visible_keys(output_row % num_queries, num_keys, causal, causal_offset)
         source = (scores, offset, column_stride, mask, mask_offset, mask_column_stride)
         row_max, factor, bad = scan(source, thread, visible, threads, scratch, 0)
-        if any_lane(bad):
-            _report_bad_scores(read_pair, source, thread, visible, threads, output_offset, errors)
+        if any_lane(bad, FULL_MASK):
+            _report_bad_scores(read_pair, source, thread, 1, visible, threads, output_offset, errors, 32, FULL_MASK)
         for column in range(thread, num_keys, threads):
             value = _ZERO
             if column < visible:

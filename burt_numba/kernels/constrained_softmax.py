@@ -1,8 +1,8 @@
-"""Softmax under an upper bound on its entropy.
+"""Kernels of constrained_softmax: softmax under an upper bound on its entropy.
 
-For each row z of logits, p = softmax(z / T) with the largest T <= 1 at which H(p) = -sum p ln p <= entropy_bound. Scaling
-the temperature is the projection of softmax(z) on {H <= bound} in KL(p || softmax(z)). docs/constrained_softmax.md has
-the derivation and the search.
+For each row z of logits, p = softmax(z / T) with the largest T <= 1 at which H(p) = -sum p ln p <= entropy_bound.
+Scaling the temperature is the projection of softmax(z) on {H <= bound} in KL(p || softmax(z)).
+docs/constrained_softmax.md has the derivation and the search.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from burt_numba.device.entropy import (
 )
 from burt_numba.device.events import DIM_MISMATCH, ENTROPY_OVERFLOW, record_event
 from burt_numba.device.numeric import NEGATIVE_INFINITY, exp2, maximum
-from burt_numba.device.row_reductions import ANY_WARPS, row_reductions
+from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import clean, is_bad, report_bad_elements, row_offset
 from burt_numba.device.vector import load_vector, store_vector
-from burt_numba.device.warp import any_lane
+from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -67,7 +67,7 @@ def _staged_gap(source, column):
     return gap_of(row_max, clean(np.float32(logits[row, column])), gap_limit)
 
 
-_block = row_reductions(ANY_WARPS)
+_block = row_reductions(ANY_THREADS)
 _block_max = _block.maximum
 _search_staged = entropy_search(column_sums(_staged_gap, _block.sum3))
 
@@ -112,8 +112,9 @@ def constrained_softmax_kernel(
             row_max = maximum(row_max, value)
             if staged.size >= num_classes:
                 staged[column] = value
-        if any_lane(bad):
-            report_bad_elements(logits[row], 0, 1, thread, num_classes, threads, np.int64(row) * num_classes, errors)
+        if any_lane(bad, FULL_MASK):
+            flat_offset = np.int64(row) * num_classes
+            report_bad_elements(logits[row], 0, 1, thread, 1, num_classes, threads, flat_offset, errors, 32, FULL_MASK)
         row_max = _block_max(row_max, scratch, scratch, phase)
         phase ^= 1
         if row_max == NEGATIVE_INFINITY:
@@ -133,24 +134,25 @@ def constrained_softmax_kernel(
 
 
 @cache
-def rows_kernel(row_warps: int, per_thread: int, vector: int, blocks: int):
+def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
     """The kernel that holds each row in registers.
 
-    ``row_warps`` warps of each of ``blocks`` blocks (a cluster, if more than 1) share a row, ``per_thread`` columns a
-    thread, loaded ``vector`` at a time. With one warp a row, each warp of a block has a row of its own:
+    ``threads`` threads of each of ``blocks`` blocks (a cluster, if more than 1) share a row, ``per_thread`` columns a
+    thread, loaded ``vector`` at a time. Up to 32 threads are lanes of a warp, and a block has several rows:
 
-        row_warps 1                      row_warps w, blocks 1        row_warps w, blocks k
-        block b: row wb   | warp 0       block b: row b | all warps   blocks kr .. kr+k-1: row r, block i its i-th part
-                 row wb+1 | warp 1
+        threads 8, block 128                  threads >= 64, blocks 1     blocks k
+        block b: row 16b    | lanes 0 .. 7    block b: row b              blocks kr .. kr+k-1: row r, block i has part i
+                 row 16b+1  | lanes 8 .. 15
                  ...
         columns of thread t: (v * threads + t) * vector + 0 .. vector - 1 for v = 0, 1, ... of its block's part
     """
-    threads = row_warps * 32
+    shares_warp = threads <= 32
+    lanes = min(threads, 32)
     vectors = per_thread // vector
     stride = threads * vector
     load = load_vector(vector)
     store = store_vector(vector)
-    reductions = row_reductions(row_warps, blocks)
+    reductions = row_reductions(threads, blocks)
     reduce_max, reduce_sum3, block_rank = reductions.maximum, reductions.sum3, reductions.rank
 
     @cuda.jit(device=True)
@@ -201,14 +203,15 @@ def rows_kernel(row_warps: int, per_thread: int, vector: int, blocks: int):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
         registers = cuda.local.array(per_thread, np.float32)
-        if row_warps == 1:
-            thread = cuda.threadIdx.x & 31
-            row = cuda.blockIdx.x * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5)
+        if shares_warp:
+            thread = cuda.threadIdx.x & (threads - 1)
+            row = cuda.blockIdx.x * (cuda.blockDim.x // threads) + cuda.threadIdx.x // threads
         else:
             thread = cuda.threadIdx.x
             row = cuda.blockIdx.x // blocks
-        # Only warps with a row of their own can be without one: where barriers stand, every block has its row.
+        # Only where a block has several rows can a thread be without one; barriers stand where it has one.
         if row < rows:
+            mask = group_mask(lanes)
             offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
             output_row = first_row + row
             output_offset = output_row * num_classes
@@ -228,12 +231,22 @@ def rows_kernel(row_warps: int, per_thread: int, vector: int, blocks: int):
                         registers[part * vector + element] = NEGATIVE_INFINITY
             for element in range(per_thread):
                 bad |= is_bad(registers[element])
-            if any_lane(bad):
+            if any_lane(bad, mask):
                 for element in range(per_thread):
                     registers[element] = clean(registers[element])
-                first_column = part_start + thread
+                first_column = part_start + thread * vector
                 report_bad_elements(
-                    logits, offset, column_stride, first_column, part_end, threads, output_offset, errors
+                    logits,
+                    offset,
+                    column_stride,
+                    first_column,
+                    vector,
+                    part_end,
+                    stride,
+                    output_offset,
+                    errors,
+                    lanes,
+                    mask,
                 )
             for element in range(per_thread):
                 row_max = maximum(row_max, registers[element])
@@ -249,7 +262,7 @@ def rows_kernel(row_warps: int, per_thread: int, vector: int, blocks: int):
             for element in range(per_thread):
                 registers[element] = gap_of(row_max, registers[element], gap_limit)
             data = (registers, scratch, exchange)
-            beta, total, entropy, phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
+            beta, total, entropy, _phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
             scale = _ONE / total if total > _ZERO else _ZERO
             for element in range(per_thread):
                 registers[element] = exp2(-beta * registers[element]) * scale
@@ -279,7 +292,7 @@ def streamed_kernel(blocks: int):
 
     Its arguments are those of the kernel from ``rows_kernel``, with 64-bit sizes.
     """
-    reductions = row_reductions(MAX_WARPS, blocks)
+    reductions = row_reductions(MAX_WARPS * 32, blocks)
     reduce_max, block_rank = reductions.maximum, reductions.rank
     search = entropy_search(column_sums(_streamed_gap, reductions.sum3))
 
@@ -327,8 +340,20 @@ def streamed_kernel(blocks: int):
             value = np.float32(logits[offset + column * column_stride])
             bad |= is_bad(value)
             row_max = maximum(row_max, clean(value))
-        if any_lane(bad):
-            report_bad_elements(logits, offset, column_stride, first_column, part_end, threads, output_offset, errors)
+        if any_lane(bad, FULL_MASK):
+            report_bad_elements(
+                logits,
+                offset,
+                column_stride,
+                first_column,
+                1,
+                part_end,
+                threads,
+                output_offset,
+                errors,
+                32,
+                FULL_MASK,
+            )
         row_max = reduce_max(row_max, scratch, exchange, 0)
         if row_max == NEGATIVE_INFINITY:
             row_max = _ZERO
@@ -339,7 +364,7 @@ def streamed_kernel(blocks: int):
         highest_beta = last_beta(temperature_min, lowest_beta)
         source = (logits, offset, column_stride, row_max, GAP_RANGE / lowest_beta)
         data = (source, first_column, part_end, threads, scratch, exchange)
-        beta, total, entropy, phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
+        beta, total, entropy, _phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
         scale = _ONE / total if total > _ZERO else _ZERO
         for column in range(first_column, part_end, threads):
             output[output_offset + column] = exp2(-beta * _streamed_gap(source, column)) * scale

@@ -8,12 +8,12 @@ from burt_numba.backend import cuda
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.events import ENTROPY_OVERFLOW, record_event
 from burt_numba.device.numeric import NEGATIVE_INFINITY, log
-from burt_numba.device.row_reductions import ANY_WARPS, row_reductions
+from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import is_bad, report_bad_elements, row_offset
-from burt_numba.device.warp import any_lane
+from burt_numba.device.warp import FULL_MASK, any_lane
 
 _ZERO = np.float32(0.0)
-_block_sum = row_reductions(ANY_WARPS).sum
+_block_sum = row_reductions(ANY_THREADS).sum
 
 
 @cuda.jit
@@ -48,8 +48,10 @@ def distribution_check_kernel(
                 bad = True
             elif probability > _ZERO:
                 entropy -= np.float64(probability * log(probability))
-        if any_lane(bad):
-            report_bad_elements(distribution, offset, np.int64(1), thread, columns, threads, offset, errors)
+        if any_lane(bad, FULL_MASK):
+            report_bad_elements(
+                distribution, offset, np.int64(1), thread, 1, columns, threads, offset, errors, 32, FULL_MASK
+            )
         total = _block_sum(np.float32(entropy), scratch, scratch, phase)
         phase ^= 1
         bound = entropy_bound
