@@ -15,7 +15,7 @@ from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, Errors, Launch, Number
 from burt_numba.host.operation import Answer, Operation, Request
 from burt_numba.host.plans import LaunchPlan, Plan, dimension, dtype_itemsize, refuse_unknown, whole_warps
-from burt_numba.host.rows import RowSegment, row_segments
+from burt_numba.host.rows import MOST_ROWS, Divisor, RowSegment, row_segments
 from burt_numba.softmax_launches import (
     RowShape,
     StridedRows,
@@ -164,17 +164,17 @@ def _launch(
         Number(segment.rows, "i4"),
         Number(columns, size_type),
         Number(-(-columns // (blocks * vector)) * vector, size_type),
-        Number(shape[-2], "i8"),
+        *Divisor.of(shape[-2]).numbers(),
+        Number(segment.first_row % shape[-2], "i4"),
         Number(scores.origin + segment.origins[0], "i8"),
-        Number(segment.size1, "i4"),
-        Number(segment.size2, "i4"),
+        *segment.sizes(),
         *(Number(stride, "i8") for stride in scores_strides),
         Number(scores.column_stride, "i8"),
         Number(mask.origin + segment.origins[1], "i8"),
         *(Number(stride, "i8") for stride in mask_strides),
         Number(mask.column_stride, "i8"),
         Number(causal, "i4"),
-        Number(causal_offset or 0, "i8"),
+        Number(min(max(causal_offset or 0, -shape[-2]), columns), size_type),
         Errors(),
     )
     return Launch(kernel, (grid, 1), threads, arguments, cluster=blocks)
@@ -211,6 +211,8 @@ def _answer(request: Request) -> Answer:
             f"{_NAME}: causal_offset: expected a number, as {shape[2]} queries and {shape[3]} keys differ "
             f"({shape[3] - shape[2]} lines up their ends)"
         )
+    if causal and shape[2] > MOST_ROWS:
+        raise BurtDimensionError(f"{_NAME}: scores: expected at most 2**27 queries where causal, got {scores}")
     if out is not None:
         require_output(_NAME, "out", out, shape, scores.dtype)
     if 0 in shape:
@@ -245,8 +247,8 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
 
 def _types(dtype: str, mask_dtype: str, size_type: str) -> tuple[str, ...]:
     array = f"{dtype}:1C"
-    sizes = ("i8", "i4", size_type, size_type, "i8", "i8", "i4", "i4")
-    return (array, array, f"{mask_dtype}:1C", *sizes, *("i8",) * 4, *("i8",) * 5, "i4", "i8", "i8:1C")
+    sizes = ("i8", "i4", size_type, size_type, *("i4",) * 4, "i8", *("i4",) * 6)
+    return (array, array, f"{mask_dtype}:1C", *sizes, *("i8",) * 4, *("i8",) * 5, "i4", size_type, "i8:1C")
 
 
 # --- bytes, flops, plan -------------------------------------------------------------------------------------------

@@ -186,8 +186,7 @@ def _launch(
         Number(columns, size_type),
         Number(part, size_type),
         Number(logits.origin + segment.origins[0], "i8"),
-        Number(segment.size1, "i4"),
-        Number(segment.size2, "i4"),
+        *segment.sizes(),
         *(Number(stride, "i8") for stride in logits_strides),
         Number(logits.column_stride, "i8"),
         CallNumber(_ENTROPY_BOUND, "f4"),
@@ -258,7 +257,7 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
 
 def _types(dtype: str, size_type: str) -> tuple[str, ...]:
     array = f"{dtype}:1C"
-    sizes = ("i8", "i4", size_type, size_type, "i8", "i4", "i4", "i8", "i8", "i8", "i8")
+    sizes = ("i8", "i4", size_type, size_type, "i8", *("i4",) * 6, "i8", "i8", "i8", "i8")
     bounds = ("f4:1C", "i8", "i8", "i8", "i8")
     return (array, array, *sizes, "f4", "f4", "f4", "i4", *bounds, "f4:1C", "f4:1C", "i8:1C")
 

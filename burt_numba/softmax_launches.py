@@ -9,10 +9,7 @@ from typing import NamedTuple
 from burt_numba.host.arrays import Description
 from burt_numba.host.errors import BurtDimensionError
 from burt_numba.host.launching import Array
-from burt_numba.target import CLUSTER_CAPABILITY, MAX_CLUSTER_BLOCKS
-
-_SMALL_BLOCK = 128
-"""Threads of a block whose rows take a warp or less each."""
+from burt_numba.target import CLUSTER_CAPABILITY, GROUP_BLOCK, MAX_CLUSTER_BLOCKS
 
 _FEW_ROWS = 1024
 """Below this many rows, one warp a row leaves most of the device idle, and more threads shorten a row."""
@@ -36,7 +33,7 @@ class RowShape(NamedTuple):
     @property
     def block(self) -> int:
         """Threads of a block."""
-        return self.threads if self.threads > 32 else _SMALL_BLOCK
+        return self.threads if self.threads > 32 else GROUP_BLOCK
 
     @property
     def resident_blocks(self) -> int:

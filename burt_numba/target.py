@@ -10,6 +10,9 @@ SIMULATED: bool = os.environ.get("NUMBA_ENABLE_CUDASIM", "0").strip() not in (""
 EVENT_CELLS = 8
 """int64 cells of an error buffer: the first place, then a count for each code."""
 
+GROUP_BLOCK = 128
+"""Threads of a block whose rows take a warp or less each."""
+
 MAX_CLUSTER_BLOCKS = 8
 """Blocks in a cluster that every device with clusters can place."""
 

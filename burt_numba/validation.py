@@ -51,8 +51,7 @@ def validation_launch(
         bound,
         Number(_TOLERANCE[dtype], "f4"),
         bounds.argument if bounds is not None else Array(None, "f4"),
-        Number(segment.size1, "i4"),
-        Number(segment.size2, "i4"),
+        *segment.sizes(),
         Number(origin, "i8"),
         *(Number(stride, "i8") for stride in strides),
         Errors(),
@@ -64,4 +63,4 @@ def validation_specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]
     """For the compile matrix."""
     for dtype in ("f4", "f2"):
         numbers = ("i8", "i4", "i8", "f4", "f4")
-        yield _kernel(), (f"{dtype}:1C", *numbers, "f4:1C", "i4", "i4", *("i8",) * 4, "i8:1C")
+        yield _kernel(), (f"{dtype}:1C", *numbers, "f4:1C", *("i4",) * 6, *("i8",) * 4, "i8:1C")

@@ -42,9 +42,7 @@ def test_sizes(num_classes):
     check_constrained(logits, np.resize(np.float32([0.2, 1.0, 20.0]), rows))
 
 
-@pytest.mark.gpu_only(
-    "short rows share a warp or a block where there are a thousand or more, too slow in the simulator"
-)
+@pytest.mark.gpu_only("short rows share a warp where there are a thousand or more, too slow in the simulator")
 @pytest.mark.parametrize("num_classes", [size for size in SMALL_SIZES if size <= 1028])
 def test_sizes_of_many_rows(num_classes):
     rows = 1100

@@ -50,10 +50,19 @@ else:
 
 
 @cuda.jit(device=True)
+def rolled(count, errors):
+    """``count``, as a number the compiler does not know: a loop to it stays a loop.
+
+    Reports are rare; unrolled into every kernel they would cost it registers.
+    """
+    return min(count, errors.size)
+
+
+@cuda.jit(device=True)
 def _count_all(errors):
     """Events so far. Atomics read what other multiprocessors have written; plain loads may be served from a stale L1."""
     total = np.int64(0)
-    for cell in range(1, EVENT_CELLS):
+    for cell in range(1, rolled(EVENT_CELLS, errors)):
         total += cuda.atomic.add(errors, cell, np.int64(0))
     return total
 
@@ -68,7 +77,7 @@ def _publish(errors):
     cuda.threadfence()
     while cuda.atomic.cas(errors, _LOCK, np.int64(0), np.int64(1)) == 0:
         seen = _count_all(errors)
-        for cell in range(EVENT_CELLS):
+        for cell in range(rolled(EVENT_CELLS, errors)):
             _store_at(errors[_MIRROR] + np.int64(8 * cell), cuda.atomic.add(errors, cell, np.int64(0)))
         cuda.threadfence_system()
         cuda.atomic.exch(errors, _LOCK, np.int64(0))
@@ -96,11 +105,10 @@ def record_bad_elements(errors, nans, infinities, first_nan, first_infinity, lan
     indices (anything when the count is 0).
     """
     leads = cuda.laneid & (lanes - 1) == 0
-    count = warp_sum(nans, lanes, mask)
-    index = warp_min(first_nan if nans > 0 else _NO_INDEX, lanes, mask)
-    if leads and count > 0:
-        record_event(errors, NAN_INPUT, count, index)
-    count = warp_sum(infinities, lanes, mask)
-    index = warp_min(first_infinity if infinities > 0 else _NO_INDEX, lanes, mask)
-    if leads and count > 0:
-        record_event(errors, INF_INPUT, count, index)
+    for code in range(NAN_INPUT, rolled(INF_INPUT + 1, errors)):
+        found = nans if code == NAN_INPUT else infinities
+        count = warp_sum(found, lanes, mask)
+        first = first_nan if code == NAN_INPUT else first_infinity
+        index = warp_min(first if found > 0 else _NO_INDEX, lanes, mask)
+        if leads and count > 0:
+            record_event(errors, code, count, index)

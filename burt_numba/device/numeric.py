@@ -34,11 +34,6 @@ if SIMULATED:
     def log(x):
         """Natural logarithm to float32 accuracy."""
         return np.float32(np.log(np.float64(x)))
-
-    def divide_int32(a, b):
-        """a // b for integers from 0 to 2**31 - 1."""
-        return a // b
-
 else:
     import math
 
@@ -78,12 +73,3 @@ else:
     @cuda.jit(device=True)
     def log(x):
         return math.log(x)
-
-    @intrinsic
-    def divide_int32(typingctx, a, b):
-        """32-bit division: Numba's own widens integers to 64 bits, whose division is a routine of a hundred steps."""
-
-        def codegen(context, builder, signature, args):
-            return builder.udiv(*args)
-
-        return types.int32(types.int32, types.int32), codegen

@@ -5,19 +5,29 @@ from __future__ import annotations
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.device.events import record_bad_elements
-from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, divide_int32
+from burt_numba.device.events import record_bad_elements, rolled
+from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY
 
 
 @cuda.jit(device=True)
-def row_offset(row, size1, size2, stride0, stride1, stride2):
-    """Offset in elements of a row of an array [.., size1, size2, columns]; strides in elements, row below 2**31."""
-    if size1 == 1 and size2 == 1:
-        return np.int64(row) * stride0
-    outer = divide_int32(row, size2)
-    index2 = row - outer * size2
-    index0 = divide_int32(outer, size1)
-    index1 = outer - index0 * size1
+def quotient(number, magic, shift):
+    """number // divisor for numbers below 2**28, by the ``host.rows.Divisor`` of the divisor: one multiplication."""
+    return np.int32((np.int64(np.int32(number)) * np.int64(np.int32(magic))) >> np.int64(shift))
+
+
+@cuda.jit(device=True)
+def row_place(row, size1, magic1, shift1, size2, magic2, shift2):
+    """Where a row lies in an array [.., size1, size2, columns]: the indices of its three leading axes."""
+    outer = quotient(row, magic2, shift2)
+    index0 = quotient(outer, magic1, shift1)
+    # Numba computes with 64-bit integers; narrowed again, they cost one instruction instead of three.
+    return index0, np.int32(outer - index0 * size1), np.int32(row - outer * size2)
+
+
+@cuda.jit(device=True)
+def row_offset(place, stride0, stride1, stride2):
+    """Offset in elements of the row at a place; strides in elements."""
+    index0, index1, index2 = place
     return np.int64(index0) * stride0 + np.int64(index1) * stride1 + np.int64(index2) * stride2
 
 
@@ -46,7 +56,7 @@ def report_bad_elements(source, offset, stride, first, vector, last, step, flat_
     first_nan = np.int64(0)
     first_infinity = np.int64(0)
     for start in range(first, last, step):
-        for column in range(start, start + vector):
+        for column in range(start, start + rolled(vector, errors)):
             value = np.float32(source[offset + column * stride])
             if is_bad(value):
                 if value == value:

@@ -5,8 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-MOST_ROWS = 1 << 28
-"""Rows of one launch: row numbers, and blocks of clusters of 8, stay within 31 bits."""
+from burt_numba.host.launching import Number
+
+MOST_ROWS = 1 << 27
+"""Rows of one launch: twice as many numbers are divided exactly, and blocks of clusters of 8 stay within 31 bits."""
+
+
+class Divisor(NamedTuple):
+    """A divisor as device code takes it: ``number // divisor == (number * magic) >> shift`` for numbers below 2**28.
+
+    magic = floor(2**shift / divisor) + 1 errs by less than 2**shift / 2**28 in ``number * magic``, and fits 30 bits
+    (Granlund and Montgomery, "Division by invariant integers using multiplication", 1994).
+    """
+
+    divisor: int
+    magic: int
+    shift: int
+
+    @classmethod
+    def of(cls, divisor: int) -> Divisor:
+        shift = 28 + (divisor - 1).bit_length()
+        return cls(divisor, (1 << shift) // divisor + 1, shift)
+
+    def numbers(self) -> tuple[Number, Number, Number]:
+        """The three arguments of a launch."""
+        return Number(self.divisor, "i4"), Number(self.magic, "i4"), Number(self.shift, "i4")
 
 
 class RowSegment(NamedTuple):
@@ -20,6 +43,10 @@ class RowSegment(NamedTuple):
     """For each operand, of the three axes, in elements."""
     origins: tuple[int, ...]
     """For each operand, the offset of the segment's first row, in elements."""
+
+    def sizes(self) -> tuple[Number, ...]:
+        """The arguments from which device code finds a row's place."""
+        return (*Divisor.of(self.size1).numbers(), *Divisor.of(self.size2).numbers())
 
 
 def row_segments(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> Iterator[RowSegment]:

@@ -13,13 +13,14 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
-from burt_numba.device.events import record_bad_elements
+from burt_numba.device.events import record_bad_elements, rolled
 from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, exp2, maximum
 from burt_numba.device.online_softmax import online_softmax
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
-from burt_numba.device.rows import clean, is_bad, row_offset
+from burt_numba.device.rows import clean, is_bad, quotient, row_offset, row_place
 from burt_numba.device.vector import load_vector, store_vector
 from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
+from burt_numba.target import GROUP_BLOCK
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -47,7 +48,7 @@ def _report_bad_scores(read_pair, source, first, vector, end, step, flat_offset,
     first_nan = np.int64(0)
     first_infinity = np.int64(0)
     for start in range(first, end, step):
-        for column in range(start, min(start + vector, end)):
+        for column in range(start, min(start + rolled(vector, errors), end)):
             score, bias = read_pair(source, column)
             if bias != NEGATIVE_INFINITY and is_bad(score + bias):
                 if score != score or bias != bias:
@@ -159,6 +160,9 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
     """
     shares_warp = threads <= 32
     lanes = min(threads, 32)
+    rows_a_block = GROUP_BLOCK // lanes
+    lane_bits = lanes.bit_length() - 1
+    block_bits = blocks.bit_length() - 1
     vectors = per_thread // vector
     stride = threads * vector
     load = load_vector(vector)
@@ -178,9 +182,16 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
         num_keys,
         part_size,
         num_queries,
+        queries_magic,
+        queries_shift,
+        first_query,
         origin,
         size1,
+        magic1,
+        shift1,
         size2,
+        magic2,
+        shift2,
         stride0,
         stride1,
         stride2,
@@ -199,28 +210,29 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
         registers = cuda.local.array(per_thread, np.float32)
         mask_registers = cuda.local.array(per_thread, np.float32)
         if shares_warp:
-            thread = cuda.threadIdx.x & (threads - 1)
-            row = cuda.blockIdx.x * (cuda.blockDim.x // threads) + cuda.threadIdx.x // threads
+            thread = np.int32(cuda.threadIdx.x & (threads - 1))
+            row = np.int32(cuda.blockIdx.x * rows_a_block + (cuda.threadIdx.x >> lane_bits))
         else:
-            thread = cuda.threadIdx.x
-            row = cuda.blockIdx.x // blocks
+            thread = np.int32(cuda.threadIdx.x)
+            row = np.int32(cuda.blockIdx.x >> block_bits)
         # Only where a block has several rows can a thread be without one; barriers stand where it has one.
         if row < rows:
             lane_mask = group_mask(lanes)
-            offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
-            mask_offset = mask_origin + row_offset(row, size1, size2, mask_stride0, mask_stride1, mask_stride2)
+            place = row_place(row, size1, magic1, shift1, size2, magic2, shift2)
+            offset = origin + row_offset(place, stride0, stride1, stride2)
+            mask_offset = mask_origin + row_offset(place, mask_stride0, mask_stride1, mask_stride2)
             output_row = first_row + row
             output_offset = output_row * num_keys
-            part_start = block_rank() * part_size
+            part_start = np.int32(block_rank() * part_size)
             part_end = np.int32(min(part_start + part_size, num_keys))
             visible = part_end
             if causal:
-                visible = np.int32(
-                    min(visible_keys(output_row % num_queries, num_keys, causal, causal_offset), part_end)
-                )
-            first_column = part_start + thread * vector
+                now = np.int32(first_query + row)
+                query = np.int32(now - quotient(now, queries_magic, queries_shift) * num_queries)
+                visible = np.int32(min(max(query + causal_offset + 1, 0), part_end))
+            first_column = np.int32(part_start + thread * vector)
             for part in range(vectors):
-                column = first_column + part * stride
+                column = np.int32(first_column + part * stride)
                 if column < visible:
                     if vector == 1:
                         registers[part] = np.float32(scores[offset + column * column_stride])
@@ -234,19 +246,13 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
                     for element in range(vector):
                         registers[part * vector + element] = NEGATIVE_INFINITY
                         mask_registers[part * vector + element] = _ZERO
-                    # What is hidden by causality is known to be 0 before anything is read.
-                    if column < part_end:
-                        if vector == 1:
-                            output[output_offset + column] = _ZERO
-                        else:
-                            store(output, output_offset + column, mask_registers, part * vector)
             if mask_kind != NO_MASK:
                 for element in range(per_thread):
                     registers[element] = apply_mask(registers[element], mask_registers[element])
             if vector > 1 and causal:
                 # A vector across the diagonal holds keys that the query must not see.
                 for element in range(per_thread):
-                    if first_column + (element // vector) * stride + element % vector >= visible:
+                    if np.int32(first_column + (element // vector) * stride + element % vector) >= visible:
                         registers[element] = NEGATIVE_INFINITY
             bad = False
             for element in range(per_thread):
@@ -280,8 +286,8 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
             for element in range(per_thread):
                 registers[element] *= factor
             for part in range(vectors):
-                column = first_column + part * stride
-                if column < visible:
+                column = np.int32(first_column + part * stride)
+                if column < part_end:
                     if vector == 1:
                         output[output_offset + column] = registers[part]
                     else:
@@ -315,9 +321,16 @@ def streamed_kernel(mask_kind: int):
         num_keys,
         part_size,
         num_queries,
+        queries_magic,
+        queries_shift,
+        first_query,
         origin,
         size1,
+        magic1,
+        shift1,
         size2,
+        magic2,
+        shift2,
         stride0,
         stride1,
         stride2,
@@ -335,11 +348,14 @@ def streamed_kernel(mask_kind: int):
         row = cuda.blockIdx.x
         thread = np.int64(cuda.threadIdx.x)
         threads = np.int64(cuda.blockDim.x)
-        offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
-        mask_offset = mask_origin + row_offset(row, size1, size2, mask_stride0, mask_stride1, mask_stride2)
+        place = row_place(row, size1, magic1, shift1, size2, magic2, shift2)
+        offset = origin + row_offset(place, stride0, stride1, stride2)
+        mask_offset = mask_origin + row_offset(place, mask_stride0, mask_stride1, mask_stride2)
         output_row = first_row + row
         output_offset = output_row * num_keys
-        visible = visible_keys(output_row % num_queries, num_keys, causal, causal_offset)
+        now = np.int32(first_query + row)
+        query = now - quotient(now, queries_magic, queries_shift) * num_queries
+        visible = visible_keys(query, num_keys, causal, causal_offset)
         source = (scores, offset, column_stride, mask, mask_offset, mask_column_stride)
         row_max, factor, bad = scan(source, thread, visible, threads, scratch, 0)
         if any_lane(bad, FULL_MASK):

@@ -26,9 +26,10 @@ from burt_numba.device.entropy import (
 from burt_numba.device.events import DIM_MISMATCH, ENTROPY_OVERFLOW, record_event
 from burt_numba.device.numeric import NEGATIVE_INFINITY, exp2, maximum
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
-from burt_numba.device.rows import clean, is_bad, report_bad_elements, row_offset
+from burt_numba.device.rows import clean, is_bad, report_bad_elements, row_offset, row_place
 from burt_numba.device.vector import load_vector, store_vector
 from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
+from burt_numba.target import GROUP_BLOCK
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -148,6 +149,9 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
     """
     shares_warp = threads <= 32
     lanes = min(threads, 32)
+    rows_a_block = GROUP_BLOCK // lanes
+    lane_bits = lanes.bit_length() - 1
+    block_bits = blocks.bit_length() - 1
     vectors = per_thread // vector
     stride = threads * vector
     load = load_vector(vector)
@@ -182,7 +186,11 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
         part_size,
         origin,
         size1,
+        magic1,
+        shift1,
         size2,
+        magic2,
+        shift2,
         stride0,
         stride1,
         stride2,
@@ -204,23 +212,25 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
         exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
         registers = cuda.local.array(per_thread, np.float32)
         if shares_warp:
-            thread = cuda.threadIdx.x & (threads - 1)
-            row = cuda.blockIdx.x * (cuda.blockDim.x // threads) + cuda.threadIdx.x // threads
+            thread = np.int32(cuda.threadIdx.x & (threads - 1))
+            row = np.int32(cuda.blockIdx.x * rows_a_block + (cuda.threadIdx.x >> lane_bits))
         else:
-            thread = cuda.threadIdx.x
-            row = cuda.blockIdx.x // blocks
+            thread = np.int32(cuda.threadIdx.x)
+            row = np.int32(cuda.blockIdx.x >> block_bits)
         # Only where a block has several rows can a thread be without one; barriers stand where it has one.
         if row < rows:
             mask = group_mask(lanes)
-            offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
+            place = row_place(row, size1, magic1, shift1, size2, magic2, shift2)
+            offset = origin + row_offset(place, stride0, stride1, stride2)
             output_row = first_row + row
             output_offset = output_row * num_classes
-            part_start = np.int64(block_rank()) * part_size
-            part_end = min(part_start + part_size, np.int64(num_classes))
+            part_start = np.int32(block_rank() * part_size)
+            part_end = np.int32(min(part_start + part_size, num_classes))
+            first_column = np.int32(part_start + thread * vector)
             bad = False
             row_max = NEGATIVE_INFINITY
             for part in range(vectors):
-                column = part_start + part * stride + thread * vector
+                column = np.int32(first_column + part * stride)
                 if column < part_end:
                     if vector == 1:
                         registers[part] = np.float32(logits[offset + column * column_stride])
@@ -234,15 +244,14 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             if any_lane(bad, mask):
                 for element in range(per_thread):
                     registers[element] = clean(registers[element])
-                first_column = part_start + thread * vector
                 report_bad_elements(
                     logits,
                     offset,
                     column_stride,
-                    first_column,
+                    np.int64(first_column),
                     vector,
-                    part_end,
-                    stride,
+                    np.int64(part_end),
+                    np.int64(stride),
                     output_offset,
                     errors,
                     lanes,
@@ -254,7 +263,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             if row_max == NEGATIVE_INFINITY:
                 row_max = _ZERO
             reports = thread == 0 and part_start == 0
-            bound_place = bound_origin + row_offset(row, size1, size2, bound_stride0, bound_stride1, bound_stride2)
+            bound_place = bound_origin + row_offset(place, bound_stride0, bound_stride1, bound_stride2)
             bound = _row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
             lowest_beta = first_beta(temperature_min, temperature_max)
             highest_beta = last_beta(temperature_min, lowest_beta)
@@ -267,7 +276,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             for element in range(per_thread):
                 registers[element] = exp2(-beta * registers[element]) * scale
             for part in range(vectors):
-                column = part_start + part * stride + thread * vector
+                column = np.int32(first_column + part * stride)
                 if column < part_end:
                     if vector == 1:
                         output[output_offset + column] = registers[part]
@@ -306,7 +315,11 @@ def streamed_kernel(blocks: int):
         part_size,
         origin,
         size1,
+        magic1,
+        shift1,
         size2,
+        magic2,
+        shift2,
         stride0,
         stride1,
         stride2,
@@ -327,7 +340,8 @@ def streamed_kernel(blocks: int):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
         row = cuda.blockIdx.x // blocks
-        offset = origin + row_offset(row, size1, size2, stride0, stride1, stride2)
+        place = row_place(row, size1, magic1, shift1, size2, magic2, shift2)
+        offset = origin + row_offset(place, stride0, stride1, stride2)
         output_row = first_row + row
         output_offset = output_row * num_classes
         threads = np.int64(cuda.blockDim.x)
@@ -358,7 +372,7 @@ def streamed_kernel(blocks: int):
         if row_max == NEGATIVE_INFINITY:
             row_max = _ZERO
         reports = cuda.threadIdx.x == 0 and part_start == 0
-        bound_place = bound_origin + row_offset(row, size1, size2, bound_stride0, bound_stride1, bound_stride2)
+        bound_place = bound_origin + row_offset(place, bound_stride0, bound_stride1, bound_stride2)
         bound = _row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)

@@ -9,7 +9,7 @@ from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.events import ENTROPY_OVERFLOW, record_event
 from burt_numba.device.numeric import NEGATIVE_INFINITY, log
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
-from burt_numba.device.rows import is_bad, report_bad_elements, row_offset
+from burt_numba.device.rows import is_bad, report_bad_elements, row_offset, row_place
 from burt_numba.device.warp import FULL_MASK, any_lane
 
 _ZERO = np.float32(0.0)
@@ -26,7 +26,11 @@ def distribution_check_kernel(
     tolerance,
     row_bounds,
     size1,
+    magic1,
+    shift1,
     size2,
+    magic2,
+    shift2,
     bound_origin,
     bound_stride0,
     bound_stride1,
@@ -56,7 +60,8 @@ def distribution_check_kernel(
         phase ^= 1
         bound = entropy_bound
         if row_bounds.size > 0:
-            place = bound_origin + row_offset(row, size1, size2, bound_stride0, bound_stride1, bound_stride2)
-            bound = row_bounds[place] if row_bounds[place] >= _ZERO else _ZERO
+            place = row_place(row, size1, magic1, shift1, size2, magic2, shift2)
+            own = row_bounds[bound_origin + row_offset(place, bound_stride0, bound_stride1, bound_stride2)]
+            bound = own if own >= _ZERO else _ZERO
         if thread == 0 and total > bound + tolerance:
             record_event(errors, ENTROPY_OVERFLOW, 1, first_row + row)
