@@ -106,6 +106,9 @@ def attention_softmax(
 
 # --- launch choices -----------------------------------------------------------------------------------------------
 
+_RESIDENT_THREADS = {_NO_MASK: 1024, _ADDITIVE_MASK: 768, _BOOLEAN_MASK: 768}
+"""Threads a multiprocessor holds at least: 64 registers each, or 80 where a mask is loaded beside the scores."""
+
 
 def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
     def build(*constants: int) -> Any:
@@ -117,7 +120,7 @@ def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
         "attention_softmax_rows",
         build,
         (shape.threads, shape.per_thread, vector, shape.blocks, mask_kind),
-        (shape.block, shape.resident_blocks),
+        shape.launch_bounds(_RESIDENT_THREADS[mask_kind]),
         CLUSTER_CAPABILITY if shape.blocks > 1 else (7, 0),
     )
 

@@ -131,6 +131,9 @@ def constrained_softmax(
 
 # --- launch choices -----------------------------------------------------------------------------------------------
 
+_RESIDENT_THREADS = 1024
+"""Threads a multiprocessor holds at least: 64 registers each."""
+
 
 def _kernel(shape: RowShape, vector: int) -> KernelSpec:
     def build(*constants: int) -> Any:
@@ -142,7 +145,7 @@ def _kernel(shape: RowShape, vector: int) -> KernelSpec:
         "constrained_softmax_rows",
         build,
         (shape.threads, shape.per_thread, vector, shape.blocks),
-        (shape.block, shape.resident_blocks),
+        shape.launch_bounds(_RESIDENT_THREADS),
         CLUSTER_CAPABILITY if shape.blocks > 1 else (7, 0),
     )
 

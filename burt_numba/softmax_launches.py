@@ -35,10 +35,9 @@ class RowShape(NamedTuple):
         """Threads of a block."""
         return self.threads if self.threads > 32 else GROUP_BLOCK
 
-    @property
-    def resident_blocks(self) -> int:
-        """Blocks that a multiprocessor should hold at least: the compiler's register limit follows from it."""
-        return max(1024 // self.block, 1)
+    def launch_bounds(self, resident_threads: int) -> tuple[int, int]:
+        """(threads a block, blocks a multiprocessor holds at least): the compiler's register limit follows from them."""
+        return self.block, max(resident_threads // self.block, 1)
 
     def grid(self, rows: int) -> int:
         """Blocks for this many rows."""
@@ -47,21 +46,23 @@ class RowShape(NamedTuple):
 
 # From the shortest row to the longest; each is the least that holds the columns up to the next.
 _GROUP_SHAPES = tuple(RowShape(*s) for s in ((2, 4), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (32, 16)))
-_BLOCK_SHAPES = tuple(RowShape(*s) for s in ((64, 16), (128, 16), (256, 16), (512, 16), (1024, 16)))
 _FEW_ROW_SHAPES = (RowShape(128, 8),)
-_CLUSTER_SHAPES = tuple(RowShape(1024, 16, blocks) for blocks in (2, 4, MAX_CLUSTER_BLOCKS))
+_BLOCK_SHAPES = tuple(RowShape(*s) for s in ((64, 16), (128, 16), (256, 16), (512, 16)))
+_WIDEST_BLOCK = (RowShape(1024, 16),)
+# Half-size blocks: a multiprocessor holds two, and one computes while the other waits for its cluster.
+_CLUSTER_SHAPES = tuple(RowShape(*s) for s in ((512, 16, 2), (512, 16, 4), (512, 16, 8), (1024, 16, 8)))
 
 
 def row_shapes(vector: int) -> Iterator[RowShape]:
     """All shapes, for the compile matrix."""
-    for shape in _GROUP_SHAPES + _FEW_ROW_SHAPES + _BLOCK_SHAPES + _CLUSTER_SHAPES:
+    for shape in _GROUP_SHAPES + _FEW_ROW_SHAPES + _BLOCK_SHAPES + _WIDEST_BLOCK + _CLUSTER_SHAPES:
         if shape.per_thread % vector == 0:
             yield shape
 
 
 def choose_row_shape(columns: int, rows: int, vector: int, clusters: bool) -> RowShape | None:
     """The shape for a row of this many columns; None when registers cannot hold it."""
-    shapes = _BLOCK_SHAPES + (_CLUSTER_SHAPES if clusters else ())
+    shapes = _BLOCK_SHAPES + (_CLUSTER_SHAPES if clusters else _WIDEST_BLOCK)
     if rows >= _FEW_ROWS or columns <= 256:
         shapes = _GROUP_SHAPES + shapes
     else:

@@ -19,6 +19,12 @@ settings.register_profile("burt_numba", max_examples=100 if ON_GPU else 25, dera
 settings.load_profile("burt_numba")
 
 
+def pytest_configure(config):
+    if ON_GPU:
+        # Kernels launched by hand on small grids; the advice is about speed, which no test measures.
+        config.addinivalue_line("filterwarnings", "ignore:.*Grid size:numba.cuda.core.errors.NumbaPerformanceWarning")
+
+
 def pytest_collection_modifyitems(items):
     unwanted = "simulator_only" if ON_GPU else "gpu_only"
     for item in items:

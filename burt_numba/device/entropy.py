@@ -11,12 +11,21 @@ here are the scalar part, the same for every thread of a row; docs/constrained_s
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.device.numeric import FLOAT32_MAX, LN_2, LOG2_E, exp2, log, log2, maximum, minimum
+from burt_numba.device.numeric import (
+    FLOAT32_MAX,
+    LN_2,
+    LOG2_E,
+    exp2,
+    log,
+    log2,
+    maximum,
+    minimum,
+    reciprocal,
+    square_root,
+)
 
 _LN_2_SQUARED = np.float32(LN_2 * LN_2)
 _ONE = np.float32(1.0)
@@ -40,6 +49,7 @@ _ACCEPT = np.float32(0.7)
 
 _LARGEST_STEP = np.float32(16.0)
 _NEGLIGIBLE_ENTROPY = np.float32(1e-30)
+_LARGEST_EXPONENT = np.float32(120.0)
 _SAFE_STEPS = 8
 
 
@@ -73,8 +83,9 @@ def entropy_of(total, first):
 @cuda.jit(device=True)
 def variance_of(total, first, second):
     """Var(t) in nats squared: minus the slope of H in ln beta."""
-    mean = first / total
-    return maximum((second / total - mean * mean) * _LN_2_SQUARED, _ZERO)
+    scale = reciprocal(total)
+    mean = first * scale
+    return maximum((second * scale - mean * mean) * _LN_2_SQUARED, _ZERO)
 
 
 @cuda.jit(device=True)
@@ -95,19 +106,18 @@ def next_beta(step, beta, entropy, variance, low, high, bracketed, aim):
     the bracket is closed (``bracketed``), a step is limited, but never to less than what brings Var(t) to 1.
     """
     if entropy > _NEGLIGIBLE_ENTROPY and variance > _NEGLIGIBLE_ENTROPY:
-        change = log2(entropy / aim) * entropy / variance
-        if entropy < aim:
-            guess = beta * (_ONE + LN_2 * change)
-        else:
-            guess = beta * exp2(minimum(change, np.float32(120.0)))
+        change = (log2(entropy) - log2(aim)) * entropy * reciprocal(variance)
+        # Above the aim the change is positive, and where H is nearly flat larger than any beta.
+        step_up = exp2(minimum(change, _LARGEST_EXPONENT))
+        guess = beta * (_ONE + LN_2 * change if entropy < aim else step_up)
     else:
         guess = FLOAT32_MAX if not bracketed else _ZERO
     if not bracketed:
         if variance > _NEGLIGIBLE_ENTROPY:
-            guess = minimum(guess, beta * maximum(_LARGEST_STEP, _ONE / np.float32(math.sqrt(variance))))
+            guess = minimum(guess, beta * maximum(_LARGEST_STEP, reciprocal(square_root(variance))))
         return minimum(guess, high)
     if not (low < guess < high) or (step >= _SAFE_STEPS and step & 1 == 1):
-        guess = np.float32(math.sqrt(low)) * np.float32(math.sqrt(high))
+        guess = square_root(low) * square_root(high)
     return guess
 
 

@@ -1,11 +1,13 @@
 """How kernels report what only they can see: counts and the lowest place of an event, in a buffer.
 
 Cells of the buffer (int64): 0 holds the lowest ``8 * index + code`` of all events, ``code`` the number of events of that
-code, which only grows. A buffer of 8 cells is all there is to it. The public functions pass a longer one, in device memory
-where atomics are cheap, that names a mirror in host memory; the host reads the mirror without waiting:
+code, which only grows. A buffer of 8 cells is all there is to it. The public functions pass a longer one, in device
+memory where atomics are cheap, that names a mirror in host memory; the host reads the mirror without waiting:
 
-    0          1 .. 7    8                 9
-    first      counts    lock (0 or 1)     address of the mirror: cells 0 .. 7 in host memory, mapped
+    0          1 .. 7    8                 9                           10
+    first      counts    lock (0 or 1)     address of the mirror:      version: reports
+                                           cells 0 .. 7, in mapped     so far
+                                           host memory
 """
 
 from __future__ import annotations
@@ -24,11 +26,15 @@ DIM_MISMATCH = np.int64(6)
 _NO_INDEX = np.int64(1 << 59)
 _LOCK = 8
 _MIRROR = 9
+_VERSION = 10
 
 if SIMULATED:
 
     def _store_at(address, value):
         raise RuntimeError("buffers of the simulator lie in host memory and have no mirror")
+
+    def _load_now(array, cell):
+        return array[cell]
 
 else:
     from llvmlite import ir
@@ -48,6 +54,18 @@ else:
 
         return types.void(types.int64, types.int64), codegen
 
+    @intrinsic
+    def _load_now(typingctx, array, cell):
+        """Read an int64 as other multiprocessors have left it: a plain load may be served from a stale L1."""
+
+        def codegen(context, builder, signature, args):
+            struct = context.make_array(array)(context, builder, args[0])
+            load = builder.load(builder.gep(struct.data, [args[1]]), align=8)
+            load.volatile = True
+            return load
+
+        return types.int64(array, types.int64), codegen
+
 
 @cuda.jit(device=True)
 def rolled(count, errors):
@@ -59,30 +77,21 @@ def rolled(count, errors):
 
 
 @cuda.jit(device=True)
-def _count_all(errors):
-    """Events so far. Atomics read what other multiprocessors have written; plain loads may be served from a stale L1."""
-    total = np.int64(0)
-    for cell in range(1, rolled(EVENT_CELLS, errors)):
-        total += cuda.atomic.add(errors, cell, np.int64(0))
-    return total
-
-
-@cuda.jit(device=True)
 def _publish(errors):
     """Copy the buffer to its mirror, on behalf of every thread that is reporting meanwhile.
 
-    Writing to host memory takes microseconds, so one thread at a time does it and the others leave. Who holds the lock
-    counts again after letting it go: whoever was turned away had added its events before that.
+    Host memory is microseconds away, so one thread at a time writes there and the others leave. Who holds the lock
+    looks at the version again after letting it go: whoever was turned away had raised it before that.
     """
-    cuda.threadfence()
     while cuda.atomic.cas(errors, _LOCK, np.int64(0), np.int64(1)) == 0:
-        seen = _count_all(errors)
-        for cell in range(rolled(EVENT_CELLS, errors)):
-            _store_at(errors[_MIRROR] + np.int64(8 * cell), cuda.atomic.add(errors, cell, np.int64(0)))
-        cuda.threadfence_system()
+        version = _load_now(errors, _VERSION)
+        mirror = errors[_MIRROR]
+        for cell in range(EVENT_CELLS):
+            _store_at(mirror + np.int64(8 * cell), _load_now(errors, cell))
+        cuda.threadfence_system()  # a later holder's values reach the host after these
         cuda.atomic.exch(errors, _LOCK, np.int64(0))
         cuda.threadfence()
-        if _count_all(errors) == seen:
+        if _load_now(errors, _VERSION) == version:
             break
 
 
@@ -91,9 +100,10 @@ def record_event(errors, code, count, index):
     """One thread reports ``count`` events of a code, the lowest of them at the flat ``index``."""
     # The place first: whoever sees the count then finds the place as well.
     cuda.atomic.min(errors, 0, np.int64(index) * np.int64(8) + np.int64(code))
-    cuda.threadfence()
     cuda.atomic.add(errors, np.int64(code), np.int64(count))
     if errors.size > EVENT_CELLS:
+        cuda.threadfence()
+        cuda.atomic.add(errors, _VERSION, np.int64(1))
         _publish(errors)
 
 

@@ -31,6 +31,14 @@ if SIMULATED:
         """The smaller of two float32 values, neither of them NaN."""
         return a if a < b else b
 
+    def reciprocal(x):
+        """1 / x, as ``rcp.approx.ftz.f32`` gives it (1 unit in the last place)."""
+        return np.float32(1.0) / np.float32(x)
+
+    def square_root(x):
+        """The square root, as ``sqrt.approx.ftz.f32`` gives it."""
+        return np.sqrt(np.float32(x))
+
     def log(x):
         """Natural logarithm to float32 accuracy."""
         return np.float32(np.log(np.float64(x)))
@@ -65,8 +73,23 @@ else:
 
         return call
 
+    def _instruction(name: str):
+        """An intrinsic for a float32 instruction of one operand that NVVM has no intrinsic of its own for."""
+
+        def codegen(context, builder, signature, args):
+            function_type = ir.FunctionType(ir.FloatType(), [ir.FloatType()])
+            return builder.call(ir.InlineAsm(function_type, f"{name} $0, $1;", "=f,f"), args)
+
+        @intrinsic
+        def call(typingctx, x):
+            return types.float32(types.float32), codegen
+
+        return call
+
     exp2 = _nvvm_call("llvm.nvvm.ex2.approx.ftz.f", 1)
     log2 = _nvvm_call("llvm.nvvm.lg2.approx.ftz.f", 1)
+    reciprocal = _instruction("rcp.approx.ftz.f32")
+    square_root = _instruction("sqrt.approx.ftz.f32")
     maximum = _nvvm_call("llvm.nvvm.fmax.f", 2)
     minimum = _nvvm_call("llvm.nvvm.fmin.f", 2)
 

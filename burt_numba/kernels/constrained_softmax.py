@@ -272,6 +272,9 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
                 registers[element] = gap_of(row_max, registers[element], gap_limit)
             data = (registers, scratch, exchange)
             beta, total, entropy, _phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
+            # Before the row is written: a report takes its time, and the other warps need not wait for it.
+            if reports:
+                _report_row(output_row, beta, entropy, bound, temperature_out, entropy_out, errors)
             scale = _ONE / total if total > _ZERO else _ZERO
             for element in range(per_thread):
                 registers[element] = exp2(-beta * registers[element]) * scale
@@ -282,8 +285,6 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
                         output[output_offset + column] = registers[part]
                     else:
                         store(output, output_offset + column, registers, part * vector)
-            if reports:
-                _report_row(output_row, beta, entropy, bound, temperature_out, entropy_out, errors)
 
     return constrained_softmax_rows_kernel
 
