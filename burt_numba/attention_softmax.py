@@ -24,7 +24,7 @@ from burt_numba.softmax_launches import (
     row_shapes,
     vector_columns,
 )
-from burt_numba.target import CLUSTER_CAPABILITY
+from burt_numba.target import CLUSTER_CAPABILITY, DOCUMENTED_THREADS
 from burt_numba.validation import validation_launch
 
 _NAME = "attention_softmax"
@@ -106,11 +106,14 @@ def attention_softmax(
 
 # --- launch choices -----------------------------------------------------------------------------------------------
 
-_RESIDENT_THREADS = {_NO_MASK: 1024, _ADDITIVE_MASK: 768, _BOOLEAN_MASK: 768}
-"""Threads a multiprocessor holds at least: 64 registers each, or 80 where a mask is loaded beside the scores."""
+_RESIDENT_THREADS = 1024
+_RESIDENT_THREADS_IN_GROUPS = 768
+"""Threads a multiprocessor holds at least: 64 registers each, or 80 where lanes share a warp and a mask is loaded."""
 
 
 def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
+    in_groups = shape.threads <= 32 and mask_kind != _NO_MASK
+
     def build(*constants: int) -> Any:
         from burt_numba.kernels.attention_softmax import rows_kernel
 
@@ -120,7 +123,7 @@ def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
         "attention_softmax_rows",
         build,
         (shape.threads, shape.per_thread, vector, shape.blocks, mask_kind),
-        shape.launch_bounds(_RESIDENT_THREADS[mask_kind]),
+        shape.launch_bounds(_RESIDENT_THREADS_IN_GROUPS if in_groups else _RESIDENT_THREADS),
         CLUSTER_CAPABILITY if shape.blocks > 1 else (7, 0),
     )
 
@@ -235,9 +238,19 @@ def _answer(request: Request) -> Answer:
 _OPERATION = Operation(_NAME, ("scores", "mask", "out"), ("out",), ("scores", "mask", "out"), _answer)
 
 
+def _documented() -> KernelSpec:
+    def build() -> Any:
+        from burt_numba.kernels.attention_softmax import attention_softmax_kernel
+
+        return attention_softmax_kernel
+
+    return KernelSpec("attention_softmax", build, (), (DOCUMENTED_THREADS, 1))
+
+
 def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
-    """Every kernel that the function can launch, with its argument types."""
+    """Every kernel that the function can launch, and the documented one, with their argument types."""
     for dtype, widest in (("f4", 4), ("f2", 8)):
+        yield _documented(), (f"{dtype}:4C", f"{dtype}:4C", "f4:4C", "i8", "i8", "i8", "i4", "i8", "i8:1C")
         masks = [(_NO_MASK, "f4"), (_ADDITIVE_MASK, "f4"), (_BOOLEAN_MASK, "u1")]
         if dtype == "f2":
             masks.append((_ADDITIVE_MASK, "f2"))
@@ -264,7 +277,9 @@ def bytes_moved(
     rows = batch * heads * queries
     read = rows * keys
     if causal:
-        read = batch * heads * sum(min(query + 1, keys) for query in range(queries))
+        whole = max(queries - keys, 0)
+        part = queries - whole
+        read = batch * heads * (part * (part + 1) // 2 + whole * keys)
     return (read + rows * keys) * itemsize + mask_bytes
 
 
@@ -285,18 +300,19 @@ def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
     refuse_unknown(_NAME, dims)
     rows = batch * heads * queries
     documented = LaunchPlan(
-        "attention_softmax_kernel", (batch * heads, queries), whole_warps(min(max(keys, 1), 1024)), 8
+        "attention_softmax_kernel", (batch * heads, min(queries, 65535)), whole_warps(min(max(keys, 1), 1024)), 8
     )
     launches = []
     if rows and keys:
         vector = 16 // itemsize if keys % (16 // itemsize) == 0 else 1
         mask_kind = _ADDITIVE_MASK if masked else _NO_MASK
-        kernel, blocks, grid, threads = _choose(keys, rows, vector, mask_kind, compute_capability)
-        launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, 0, blocks))
+        for segment in row_segments((rows,), ((keys,),)):
+            kernel, blocks, grid, threads = _choose(keys, segment.rows, vector, mask_kind, compute_capability)
+            launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, 0, blocks))
     mask_bytes = batch * keys * 4 if masked else 0
     size = rows * keys * itemsize
     moved = bytes_moved(batch, heads, queries, keys, itemsize, mask_bytes, causal)
-    return Plan(_NAME, documented, moved - size, size, 0, launches)
+    return Plan(_NAME, documented, moved - size, size, documented.shared_bytes, launches)
 
 
 __all__ = ["attention_softmax", "bytes_moved", "flops", "plan", "specialisations"]

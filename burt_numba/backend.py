@@ -6,6 +6,8 @@ simulator is in place before the first kernel is defined.
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import numpy as np
 
 from burt_numba.target import SIMULATED
@@ -18,7 +20,8 @@ def _refuse_known_bad_pairs() -> None:
     """
     if not hasattr(np, "row_stack"):
         raise ImportError(
-            f"burt_numba: NumPy {np.__version__} has no numpy.row_stack, which numba-cuda needs; install 'numpy<2.5'"
+            f"burt_numba: NumPy {np.__version__} has no numpy.row_stack, which numba-cuda "
+            f"{metadata.version('numba-cuda')} needs; install 'numpy<2.5'"
         )
 
 

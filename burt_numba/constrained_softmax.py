@@ -33,7 +33,7 @@ from burt_numba.softmax_launches import (
     streamed_blocks,
     vector_columns,
 )
-from burt_numba.target import CLUSTER_CAPABILITY
+from burt_numba.target import CLUSTER_CAPABILITY, DOCUMENTED_THREADS
 from burt_numba.validation import validation_launch
 
 _NAME = "constrained_softmax"
@@ -248,9 +248,20 @@ _OPERATION = Operation(
 )
 
 
+def _documented() -> KernelSpec:
+    def build() -> Any:
+        from burt_numba.kernels.constrained_softmax import constrained_softmax_kernel
+
+        return constrained_softmax_kernel
+
+    return KernelSpec("constrained_softmax", build, (), (DOCUMENTED_THREADS, 1))
+
+
 def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
-    """Every kernel that the function can launch, with its argument types."""
+    """Every kernel that the function can launch, and the documented one, with their argument types."""
     for dtype, widest in (("f4", 4), ("f2", 8)):
+        arrays = (f"{dtype}:2C", f"{dtype}:2C")
+        yield _documented(), (*arrays, "i8", "i8", "f4", "f4", "f4", "i8", *("f4:1C",) * 3, "i8:1C")
         for streamed in (_streamed(1), _streamed(8)):
             yield streamed, _types(dtype, "i8")
         for vector in (widest, 1):
@@ -286,9 +297,9 @@ def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
     refuse_unknown(_NAME, dims)
     documented = LaunchPlan("constrained_softmax_kernel", (rows,), whole_warps(min(columns, 1024)), 4 * columns)
     launches = []
-    if rows:
+    for segment in row_segments((rows,), ((columns,),)) if rows else ():
         vector = 16 // itemsize if columns % (16 // itemsize) == 0 else 1
-        kernel, blocks, grid, threads = _choose(columns, rows, vector, compute_capability)
+        kernel, blocks, grid, threads = _choose(columns, segment.rows, vector, compute_capability)
         launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, 0, blocks))
     size = rows * columns * itemsize
     return Plan(_NAME, documented, size, size, 0, launches)

@@ -47,22 +47,21 @@ class RowShape(NamedTuple):
 # From the shortest row to the longest; each is the least that holds the columns up to the next.
 _GROUP_SHAPES = tuple(RowShape(*s) for s in ((2, 4), (2, 8), (4, 8), (8, 8), (16, 8), (32, 8), (32, 16)))
 _FEW_ROW_SHAPES = (RowShape(128, 8),)
-_BLOCK_SHAPES = tuple(RowShape(*s) for s in ((64, 16), (128, 16), (256, 16), (512, 16)))
-_WIDEST_BLOCK = (RowShape(1024, 16),)
+_BLOCK_SHAPES = tuple(RowShape(*s) for s in ((64, 16), (128, 16), (256, 16), (512, 16), (1024, 16)))
 # Half-size blocks: a multiprocessor holds two, and one computes while the other waits for its cluster.
-_CLUSTER_SHAPES = tuple(RowShape(*s) for s in ((512, 16, 2), (512, 16, 4), (512, 16, 8), (1024, 16, 8)))
+_CLUSTER_SHAPES = tuple(RowShape(*s) for s in ((512, 16, 4), (512, 16, 8), (1024, 16, 8)))
 
 
 def row_shapes(vector: int) -> Iterator[RowShape]:
     """All shapes, for the compile matrix."""
-    for shape in _GROUP_SHAPES + _FEW_ROW_SHAPES + _BLOCK_SHAPES + _WIDEST_BLOCK + _CLUSTER_SHAPES:
+    for shape in _GROUP_SHAPES + _FEW_ROW_SHAPES + _BLOCK_SHAPES + _CLUSTER_SHAPES:
         if shape.per_thread % vector == 0:
             yield shape
 
 
 def choose_row_shape(columns: int, rows: int, vector: int, clusters: bool) -> RowShape | None:
     """The shape for a row of this many columns; None when registers cannot hold it."""
-    shapes = _BLOCK_SHAPES + (_CLUSTER_SHAPES if clusters else _WIDEST_BLOCK)
+    shapes = _BLOCK_SHAPES + (_CLUSTER_SHAPES if clusters else ())
     if rows >= _FEW_ROWS or columns <= 256:
         shapes = _GROUP_SHAPES + shapes
     else:

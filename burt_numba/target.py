@@ -13,6 +13,9 @@ EVENT_CELLS = 8
 GROUP_BLOCK = 128
 """Threads of a block whose rows take a warp or less each."""
 
+DOCUMENTED_THREADS = 1024
+"""Threads of a block that the documented launches may ask for."""
+
 MAX_CLUSTER_BLOCKS = 8
 """Blocks in a cluster that every device with clusters can place."""
 
@@ -21,6 +24,3 @@ CLUSTER_CAPABILITY = (9, 0)
 
 SIMULATED_CAPABILITY = (9, 0)
 """The compute capability that the simulator stands for."""
-
-SIMULATED_SHARED_BYTES = 227 * 1024
-"""Shared memory of a block that the simulator allows, as compute capability 9.0 does."""

@@ -8,6 +8,7 @@ import pytest
 import burt_numba
 from burt_numba import BurtDimensionError, plan, simulator
 from burt_numba.host import rows as rows_module
+from burt_numba.host.plans import LaunchPlan, Plan
 
 SIZES = {
     "constrained_softmax": ("batch_size", "num_classes"),
@@ -186,14 +187,19 @@ def test_clusters_are_planned_where_devices_have_them(function, capability, clus
 
 
 def test_what_a_plan_prints():
-    assert str(plan("constrained_softmax", batch_size=32, num_classes=20_000)).splitlines() == [
-        "constrained_softmax",
-        "  documented  constrained_softmax_kernel: grid (32,), block 1024, 80,000 shared bytes",
-        "  launched    constrained_softmax_rows_kernel: grid (64,), block 1024, 0 shared bytes, clusters of 2",
-        "  bytes       input 2,560,000, output 2,560,000, temporary 0",
+    documented = LaunchPlan("name_kernel", (32,), 1024, 80_000)
+    launches = [LaunchPlan("name_rows_kernel", (64,), 512, 0, 2), LaunchPlan("name_rows_kernel", (1,), 32, 8)]
+    assert str(Plan("name", documented, 2_560_000, 1000, 8, launches)).splitlines() == [
+        "name",
+        "  documented  name_kernel: grid (32,), block 1024, 80,000 shared bytes",
+        "  launched    name_rows_kernel: grid (64,), block 512, 0 shared bytes, clusters of 2",
+        "  launched    name_rows_kernel: grid (1,), block 32, 8 shared bytes",
+        "  bytes       input 2,560,000, output 1,000, temporary 8",
     ]
-    lines = str(plan("attention_softmax", batch_size=1, num_heads=2, seq_len=0)).splitlines()
-    assert [line.split()[0] for line in lines] == ["attention_softmax", "documented", "bytes"]
+    planned = plan("attention_softmax", batch_size=1, num_heads=2, seq_len=3)
+    assert all(f"  launched    {launch}" in str(planned).splitlines() for launch in planned.launches)
+    nothing = str(plan("attention_softmax", batch_size=1, num_heads=2, seq_len=0)).splitlines()
+    assert [line.split()[0] for line in nothing] == ["attention_softmax", "documented", "bytes"]
 
 
 ATTENTION = {"batch_size": 1, "num_heads": 2, "seq_len": 3}

@@ -137,6 +137,8 @@ def entropy_search(evaluate):
         entropy = entropy_of(total, first)
         if entropy > bound:
             lowest_accepted, aim = accepted_range(bound)
+            # A bound of next to nothing is met within the tolerance, where there still is an entropy to search by.
+            limit = maximum(bound, _ACCEPT * UNREACHED_TOLERANCE)
             low = beta
             high = highest_beta
             bracketed = False
@@ -152,7 +154,7 @@ def entropy_search(evaluate):
                 phase ^= 1
                 entropy = entropy_of(total, first)
                 step += 1
-                if entropy <= bound:
+                if entropy <= limit:
                     # Each feasible beta lies below the one before it, so that the latest is the best.
                     best_beta, best_total, best_entropy = beta, total, entropy
                     high = beta
@@ -174,6 +176,9 @@ def entropy_search(evaluate):
 _COLUMNS_A_PART = 64
 """Columns a thread sums in float32 before it adds to float64, so that rounding does not grow with the row."""
 
+SUMMED_TOGETHER = 4
+"""Weights added to each other before they are added to a sum that may hold the peak's 1, next to which they round off."""
+
 
 def column_sums(read_gap, reduce_sum3):
     """An ``evaluate`` for ``entropy_search`` that walks a row column by column, for rows that registers cannot hold.
@@ -193,15 +198,21 @@ def column_sums(read_gap, reduce_sum3):
             part_total = _ZERO
             part_first = _ZERO
             part_second = _ZERO
+            peaks = _ZERO
             while column < part_end:
-                t = beta * read_gap(source, column)
+                gap = read_gap(source, column)
+                t = beta * gap
                 weight = exp2(-t)
                 weighted = t * weight
-                part_total += weight
+                # Beside a peak's 1, many small weights would round off one by one.
+                if gap > _ZERO:
+                    part_total += weight
+                else:
+                    peaks += weight
                 part_first += weighted
                 part_second += weighted * t
                 column += step
-            total += np.float64(part_total)
+            total += np.float64(part_total) + np.float64(peaks)
             first += np.float64(part_first)
             second += np.float64(part_second)
         return reduce_sum3(np.float32(total), np.float32(first), np.float32(second), scratch, exchange, phase)

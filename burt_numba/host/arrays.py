@@ -93,6 +93,11 @@ def contiguous_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]
     return tuple(reversed(strides))
 
 
+def _dtype_name(dtype: np.dtype) -> str:
+    """The name of a type in the machine's byte order, or the type string of one in the other."""
+    return dtype.name if dtype.isnative else dtype.str
+
+
 class NumPyFamily(Family):
     name = "NumPy"
     on_host = True
@@ -101,7 +106,7 @@ class NumPyFamily(Family):
         return "numpy", array.dtype, array.shape, array.strides, array.flags.writeable
 
     def describe(self, array: np.ndarray) -> Description:
-        return Description(array.shape, array.strides, array.dtype.name, None, array.flags.writeable, self)
+        return Description(array.shape, array.strides, _dtype_name(array.dtype), None, array.flags.writeable, self)
 
     def pointer(self, array: np.ndarray) -> int:
         return array.__array_interface__["data"][0]
@@ -147,7 +152,7 @@ class NumbaFamily(Family):
         return 0 if device_count() == 1 else pointer_device(array.device_ctypes_pointer.value or 0)
 
     def describe(self, array: Any) -> Description:
-        return Description(array.shape, array.strides, array.dtype.name, self._device(array), True, self)
+        return Description(array.shape, array.strides, _dtype_name(array.dtype), self._device(array), True, self)
 
     def pointer(self, array: Any) -> int:
         return array.device_ctypes_pointer.value or 0
@@ -188,7 +193,15 @@ class TorchFamily(Family):
         self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
     def key(self, array: Any) -> tuple[Any, ...]:
-        return "torch", array.dtype, array.shape, array.stride(), array.device, self._wants_gradient(array)
+        return (
+            "torch",
+            array.dtype,
+            array.shape,
+            array.stride(),
+            array.device,
+            array.is_neg(),
+            self._wants_gradient(array),
+        )
 
     def _wants_gradient(self, array: Any) -> bool:
         return array.requires_grad and self._torch.is_grad_enabled()
@@ -252,7 +265,7 @@ class CuPyFamily(Family):
         return "cupy", array.dtype, array.shape, array.strides, array.device.id
 
     def describe(self, array: Any) -> Description:
-        return Description(array.shape, array.strides, array.dtype.name, array.device.id, True, self)
+        return Description(array.shape, array.strides, _dtype_name(array.dtype), array.device.id, True, self)
 
     def pointer(self, array: Any) -> int:
         return array.data.ptr
@@ -298,7 +311,7 @@ class InterfaceFamily(NumbaFamily):
         shape = tuple(interface["shape"])
         strides = interface.get("strides")
         device = 0 if device_count() == 1 else pointer_device(pointer)
-        name = dtype.name if dtype.kind != "V" else f"{dtype.str} (bfloat16 is not supported)"
+        name = _dtype_name(dtype) if dtype.kind != "V" else f"{dtype.str} (bfloat16 is not supported)"
         return Description(
             shape,
             contiguous_strides(shape, dtype.itemsize) if strides is None else tuple(strides),
@@ -386,18 +399,22 @@ def family_of(array: Any) -> Family | None:
 
 def _find_family(array: Any) -> Family | None:
     if isinstance(array, np.ndarray):
-        return _instance(NumPyFamily)
+        # A masked array's mask would be ignored.
+        return None if isinstance(array, np.ma.MaskedArray) else _instance(NumPyFamily)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return _instance(TorchHostFamily if SIMULATED else TorchFamily)
+    if type(array).__module__.startswith("numba.cuda."):
+        # Either is loaded, or no array of it could exist.
+        if SIMULATED:
+            from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+            return _instance(SimulatedDeviceFamily) if isinstance(array, FakeCUDAArray) else None
+        from numba.cuda.cudadrv.devicearray import DeviceNDArray
+
+        return _instance(NumbaFamily) if isinstance(array, DeviceNDArray) else None
     if SIMULATED:
-        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
-
-        return _instance(SimulatedDeviceFamily) if isinstance(array, FakeCUDAArray) else None
-    from numba.cuda.cudadrv.devicearray import DeviceNDArray
-
-    if isinstance(array, DeviceNDArray):
-        return _instance(NumbaFamily)
+        return None
     cupy = sys.modules.get("cupy")
     if cupy is not None and isinstance(array, cupy.ndarray):
         return _instance(CuPyFamily)

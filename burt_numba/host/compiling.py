@@ -88,8 +88,21 @@ def cache_folder() -> Path:
     chosen = os.environ.get("BURT_NUMBA_CACHE_DIR")
     if chosen:
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "burt_numba"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "burt_numba"
+
+
+_COMPILER_PARTS = (
+    "numba",
+    "numba-cuda",
+    "llvmlite",
+    "cuda-core",
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvidia-cuda-nvcc-cu12",
+    "nvidia-nvjitlink-cu12",
+)
+"""Distributions that machine code depends on; with CUDA 12, NVVM comes in the compiler's own."""
 
 
 @cache
@@ -100,7 +113,7 @@ def _environment_key() -> str:
     for source in sorted(package.rglob("*.py")):
         digest.update(str(source.relative_to(package)).encode())
         digest.update(source.read_bytes())
-    for distribution in ("numba", "numba-cuda", "llvmlite", "cuda-core", "nvidia-nvvm", "nvidia-nvjitlink"):
+    for distribution in _COMPILER_PARTS:
         try:
             digest.update(f"{distribution} {metadata.version(distribution)}".encode())
         except metadata.PackageNotFoundError:
@@ -123,9 +136,13 @@ def _read_cache(file: Path) -> tuple[str, bytes] | None:
         return None
     header, _, code = content.partition(b"\n")
     fields = header.split(b" ")
-    if len(fields) != 2 or hashlib.sha256(code).hexdigest().encode() != fields[1]:
+    if len(fields) != 2 or _checksum(fields[0], code) != fields[1]:
         return None
     return fields[0].decode(), code
+
+
+def _checksum(entry: bytes, code: bytes) -> bytes:
+    return hashlib.sha256(entry + b"\n" + code).hexdigest().encode()
 
 
 def _write_cache(file: Path, entry: str, code: bytes) -> None:
@@ -133,9 +150,12 @@ def _write_cache(file: Path, entry: str, code: bytes) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=file.parent)
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(f"{entry} {hashlib.sha256(code).hexdigest()}\n".encode() + code)
-        os.replace(temporary, file)
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(entry.encode() + b" " + _checksum(entry.encode(), code) + b"\n" + code)
+            os.replace(temporary, file)
+        except OSError:
+            os.unlink(temporary)
     except OSError:
         pass
 
@@ -217,7 +237,7 @@ _STATIC_SHARED_ALLOWANCE = 2048
 
 
 def all_specialisations(capability: tuple[int, int]) -> Iterable[Specialisation]:
-    """Everything that the public functions can launch on a device of this capability."""
+    """Every kernel that runs on a device of this capability: what the functions launch, and the documented ones."""
     from burt_numba.planning import SPECIALISATIONS
 
     for specialisations in SPECIALISATIONS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -139,7 +140,12 @@ class EventCells:
 
     def peek(self) -> tuple[dict[BurtError, int], int | None]:
         """Counts since the last report and the lowest ``8 * index + code``, without marking them as reported."""
-        return self._events(self._cells[:])
+        return self._events(self._look())
+
+    def _look(self) -> list[int]:
+        """The cells as they are now. The place is read last: the device writes it before the count it belongs to."""
+        counts = self._cells[1:]
+        return [self._cells[0], *counts]
 
     def _events(self, now: list[int]) -> tuple[dict[BurtError, int], int | None]:
         counts = {
@@ -152,7 +158,7 @@ class EventCells:
     def take(self) -> tuple[dict[BurtError, int], int | None]:
         """The same, marked as reported."""
         with self._lock:
-            now = self._cells[:]
+            now = self._look()
             counts, first = self._events(now)
             # A place without a count is left: its count is on the way, and a later look finds both.
             if counts:
@@ -264,17 +270,14 @@ class FunctionErrors:
         found = sorted(cls._all, key=lambda errors: errors.function)
         for device in sorted({device for errors in found for device in errors._cells}):
             synchronize(device)
-        failure: BurtRuntimeError | None = None
         for errors in found:
             for cells in errors._cells.values():
+                # A report that raises leaves those after it for the next time.
                 try:
                     errors.report(cells, stacklevel + 1)
+                finally:
                     if cells.place_is_old:
                         cells.renew(None)
-                except BurtRuntimeError as raised:
-                    failure = failure or raised
-        if failure is not None:
-            raise failure
 
 
 def check() -> None:
@@ -283,14 +286,15 @@ def check() -> None:
 
 
 def _report_at_exit() -> None:
-    try:
-        FunctionErrors.report_all(stacklevel=2)
-    except BurtRuntimeError as raised:
-        import sys
-
-        print(f"burt_numba, at exit: {raised}", file=sys.stderr)
-    except Exception:  # The driver may be gone by now; there is nobody left to tell.
-        pass
+    while True:
+        try:
+            FunctionErrors.report_all(stacklevel=2)
+        except (BurtRuntimeError, BurtWarning) as raised:
+            print(f"burt_numba, at exit: {raised}", file=sys.stderr)
+            continue
+        except RuntimeError as problem:  # the driver's: a device that failed, or is gone by now
+            print(f"burt_numba, at exit: events could not be read: {problem}", file=sys.stderr)
+        return
 
 
 atexit.register(_report_at_exit)

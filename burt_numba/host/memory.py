@@ -73,6 +73,14 @@ class EventMemory:
             driver_call(driver.cuMemsetD8Async(self.pointer, NO_EVENT & 0xFF, 8, stream))
 
 
+def is_capturing(stream: int) -> bool:
+    """True while what is launched on the stream goes into a graph."""
+    from cuda.bindings import driver
+
+    status = driver_call(driver.cuStreamIsCapturing(stream))
+    return status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+
+
 @contextmanager
 def allowed_in_capture() -> Iterator[None]:
     """Allow calls that wait or allocate while this thread captures a graph on some stream: they touch none of it."""

@@ -15,7 +15,7 @@ from burt_numba.host.arrays import Description, Family, family_of, stream_handle
 from burt_numba.host.checks import describe, one_device
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer, EventCells, FunctionErrors
 from burt_numba.host.launching import Launch, prepare
-from burt_numba.host.memory import current_device, device_context, is_current, synchronize
+from burt_numba.host.memory import current_device, device_context, device_count, is_capturing, is_current, synchronize
 from burt_numba.target import SIMULATED
 
 VECTOR_BYTES = 16
@@ -89,7 +89,10 @@ class Operation:
         stream: Any,
         errors: ErrorBuffer | None,
         validate: bool,
+        stacklevel: int = 3,
     ) -> Any:
+        if errors is not None and not isinstance(errors, ErrorBuffer):
+            raise TypeError(f"{self.name}: errors: expected an ErrorBuffer, got {type(errors).__name__}")
         keys: list[Any] = []
         pointers: list[int] = []
         for operand in operands:
@@ -100,8 +103,12 @@ class Operation:
             family = family_of(operand)
             if family is None:
                 self._refuse(operands)
-            keys.append(family.key(operand))
-            pointers.append(family.pointer(operand))
+            try:
+                keys.append(family.key(operand))
+                pointers.append(family.pointer(operand))
+            except Exception:
+                self._refuse(operands)
+                raise
         alignment = 0
         for place in self._vectors:
             alignment |= pointers[place]
@@ -115,12 +122,13 @@ class Operation:
             self._calls[key] = call
         out = operands[-1]
         if call.on_host and not SIMULATED:
-            return self._run_on_copies(operands, call, numbers, options, stream, errors, validate)
+            return self._run_on_copies(operands, call, numbers, options, stream, errors, validate, stacklevel + 2)
         if out is None:
             out = call.family.empty(call.out_shape, call.out_dtype, call.device)
             pointers[-1] = call.family.pointer(out)
             if aligned and pointers[-1] % VECTOR_BYTES:
-                return self((*operands[:-1], out), numbers, options, stream, errors, validate)
+                operands = (*operands[:-1], out)
+                return self(operands, numbers, options, stream, errors, validate, stacklevel + 1)
             operands = (*operands[:-1], out)
         for writer, start, end, other, other_start, other_end, same_allowed in call.overlaps:
             a, b = pointers[writer], pointers[other]
@@ -131,12 +139,12 @@ class Operation:
                 )
         cells = (self.errors if errors is None else errors).cells(call.device)
         if errors is None and cells.changed():
-            self.errors.report(cells, stacklevel=3)
+            self.errors.report(cells, stacklevel)
         if call.launches:
             self._launch(call, operands, pointers, numbers, cells, stream)
             if errors is None and (SIMULATED or reports.is_synchronous()):
                 synchronize(call.device)
-                self.errors.report(cells, stacklevel=3)
+                self.errors.report(cells, stacklevel)
         return out
 
     def _refuse(self, operands: Sequence[Any]) -> None:
@@ -173,10 +181,8 @@ class Operation:
         given = [(n, d) for n, d in zip(self.names, descriptions, strict=True) if d is not None]
         device = one_device(self.name, given)
         family = given[0][1].family
-        if not SIMULATED and device is None:
-            place = current_device() or 0
-        else:
-            place = device or 0
+        device_count()  # says so, where there is none
+        place = device if device is not None else 0 if SIMULATED else current_device() or 0
         answer = self._answer(Request(tuple(descriptions), options, place, aligned, validate))
         on_host = device is None
         empty = 0 in answer.out_shape
@@ -217,6 +223,7 @@ class Operation:
         stream: Any,
         errors: ErrorBuffer | None,
         validate: bool,
+        stacklevel: int,
     ) -> Any:
         """Host arrays on a real device: copy over, run, copy back, and wait."""
         import numpy as np
@@ -232,7 +239,7 @@ class Operation:
         hosts = [None if o is None else _host_view(o) for o in operands]
         with cuda.gpus[call.device]:
             copies = [None if h is None else cuda.to_device(np.ascontiguousarray(h)) for h in hosts]
-            self(tuple(copies), numbers, options, stream, errors, validate)
+            self(tuple(copies), numbers, options, stream, errors, validate, stacklevel)
             if stream is not None:
                 synchronize(call.device)
             for place in self._written:
@@ -251,7 +258,8 @@ def _host_view(array: Any) -> Any:
 def _launch_all(
     launches: Sequence[Any], operands: Any, numbers: Sequence[float], cells: EventCells, stream: int
 ) -> None:
-    if cells.place_is_old:
+    # In a graph the reset would be repeated by every replay, and forget places that nobody has seen.
+    if cells.place_is_old and not (not SIMULATED and is_capturing(stream)):
         cells.renew(stream)
     for launch in launches:
         launch(operands, numbers, cells, stream)

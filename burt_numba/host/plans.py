@@ -26,7 +26,10 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The documented launch of a function, the launches that it really makes, and the memory it touches (bytes)."""
+    """The documented launch of a function, the launches that it really makes, and the memory it touches (bytes).
+
+    ``temporary_bytes`` are the seed's: what its layout keeps beside input and output, which is shared memory.
+    """
 
     name: str
     documented: LaunchPlan
@@ -59,7 +62,8 @@ def dimension(name: str, dims: dict[str, Any], key: str, lowest: int = 0, defaul
 
 def dtype_itemsize(name: str, dims: dict[str, Any]) -> int:
     """Take ``dtype`` out of ``dims``: its bytes."""
-    dtype = str(dims.pop("dtype", "float32"))
+    given = dims.pop("dtype", "float32")
+    dtype = given.__name__ if isinstance(given, type) else str(given)
     if dtype not in FLOATING:
         raise BurtDimensionError(f"plan: {name}: dtype: expected {' or '.join(FLOATING)}, got {dtype}")
     return 2 if dtype == "float16" else 4

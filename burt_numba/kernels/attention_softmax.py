@@ -20,7 +20,7 @@ from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import clean, is_bad, quotient, row_offset, row_place
 from burt_numba.device.vector import load_vector, store_vector
 from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
-from burt_numba.target import GROUP_BLOCK
+from burt_numba.target import DOCUMENTED_THREADS, GROUP_BLOCK
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -85,11 +85,11 @@ def _documented_score(source, column):
 _scan_documented = online_softmax(_documented_score, row_reductions(ANY_THREADS))
 
 
-@cuda.jit
+@cuda.jit(launch_bounds=DOCUMENTED_THREADS)
 def attention_softmax_kernel(scores, output, mask, batch_size, num_heads, seq_len, causal, causal_offset, errors):
     """The documented layout: block (x, y) takes query y, y + gridDim.y, ... of head x % num_heads of batch x // num_heads.
 
-    Grid (batch_size * num_heads, seq_len), block min(seq_len, 1024) rounded up to whole warps; thread t takes the keys
+    Grid (batch_size * num_heads, seq_len), block min(Sk, 1024) rounded up to whole warps; thread t takes the keys
     t, t + blockDim.x, ... in two passes, the first with a running maximum.
     scores and output [B, H, Sq, Sk], seq_len = Sq; mask an additive array of 4 axes, each of full size or 1, or of size 0;
     errors int64 [8].

@@ -16,6 +16,7 @@ from burt_numba.device.block import MAX_WARPS, SCRATCH_SIZE
 from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
 from burt_numba.device.entropy import (
     GAP_RANGE,
+    SUMMED_TOGETHER,
     UNREACHED_TOLERANCE,
     column_sums,
     entropy_search,
@@ -29,7 +30,7 @@ from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import clean, is_bad, report_bad_elements, row_offset, row_place
 from burt_numba.device.vector import load_vector, store_vector
 from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
-from burt_numba.target import GROUP_BLOCK
+from burt_numba.target import DOCUMENTED_THREADS, GROUP_BLOCK
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -73,7 +74,7 @@ _block_max = _block.maximum
 _search_staged = entropy_search(column_sums(_staged_gap, _block.sum3))
 
 
-@cuda.jit
+@cuda.jit(launch_bounds=DOCUMENTED_THREADS)
 def constrained_softmax_kernel(
     logits,
     output,
@@ -165,13 +166,16 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
         total = _ZERO
         first = _ZERO
         second = _ZERO
-        for element in range(per_thread):
-            t = beta * registers[element]
-            weight = exp2(-t)
-            weighted = t * weight
-            total += weight
-            first += weighted
-            second += weighted * t
+        for group in range(per_thread // SUMMED_TOGETHER):
+            weights = _ZERO
+            for place in range(SUMMED_TOGETHER):
+                t = beta * registers[group * SUMMED_TOGETHER + place]
+                weight = exp2(-t)
+                weighted = t * weight
+                weights += weight
+                first += weighted
+                second += weighted * t
+            total += weights
         return reduce_sum3(total, first, second, scratch, exchange, phase)
 
     search = entropy_search(evaluate)
