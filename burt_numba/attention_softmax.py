@@ -20,11 +20,10 @@ from burt_numba.softmax_launches import (
     RowShape,
     StridedRows,
     choose_row_shape,
-    has_clusters,
     row_shapes,
     vector_columns,
 )
-from burt_numba.target import CLUSTER_CAPABILITY, DOCUMENTED_THREADS
+from burt_numba.target import DOCUMENTED_THREADS, has_clusters
 from burt_numba.validation import validation_launch
 
 _NAME = "attention_softmax"
@@ -69,8 +68,8 @@ def attention_softmax(
     Returns
     -------
     array [B, H, Sq, Sk]
-        ``out``, or a new array of the family of ``scores``. Hidden scores give exactly 0, and a query that sees no key a
-        row of zeros. An empty axis gives an empty result.
+        ``out``, or a new array of the family of ``scores``. Hidden scores give exactly 0, and a query that sees no key
+        a row of zeros. An empty axis gives an empty result.
 
     Raises
     ------
@@ -107,12 +106,13 @@ def attention_softmax(
 # --- launch choices -----------------------------------------------------------------------------------------------
 
 _RESIDENT_THREADS = 1024
-_RESIDENT_THREADS_IN_GROUPS = 768
-"""Threads a multiprocessor holds at least: 64 registers each, or 80 where lanes share a warp and a mask is loaded."""
+_RESIDENT_THREADS_AT_EASE = 768
+"""Threads a multiprocessor holds at least: 64 registers each, or 80 where addresses are many: elements loaded one by
+one, or lanes that share a warp and load a mask."""
 
 
 def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
-    in_groups = shape.threads <= 32 and mask_kind != _NO_MASK
+    at_ease = vector == 1 or (shape.threads <= 32 and mask_kind != _NO_MASK)
 
     def build(*constants: int) -> Any:
         from burt_numba.kernels.attention_softmax import rows_kernel
@@ -123,8 +123,8 @@ def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
         "attention_softmax_rows",
         build,
         (shape.threads, shape.per_thread, vector, shape.blocks, mask_kind),
-        shape.launch_bounds(_RESIDENT_THREADS_IN_GROUPS if in_groups else _RESIDENT_THREADS),
-        CLUSTER_CAPABILITY if shape.blocks > 1 else (7, 0),
+        shape.launch_bounds(_RESIDENT_THREADS_AT_EASE if at_ease else _RESIDENT_THREADS),
+        shape.blocks > 1,
     )
 
 

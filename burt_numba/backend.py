@@ -6,6 +6,7 @@ simulator is in place before the first kernel is defined.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import metadata
 
 import numpy as np
@@ -42,27 +43,37 @@ if SIMULATED:
     _install_simulator()
 
 
-def compile_to_ptx(kernel, signature, capability: tuple[int, int], launch_bounds: tuple[int, int] | None = None) -> str:
-    """Compile a ``cuda.jit`` kernel to PTX for a compute capability, with or without a GPU in the machine.
+def compile_to_ptx(
+    kernel, signature, capabilities: Sequence[tuple[int, int]], launch_bounds: tuple[int, int] | None = None
+) -> list[str]:
+    """Compile a ``cuda.jit`` kernel to PTX for compute capabilities, with or without a GPU in the machine.
 
-    Numba asks the current device for the capability of a device function even when the kernel's was given, so that
-    without a GPU it cannot compile one; here it is told. numba-cuda is pinned to the line this was written against.
+    Typing and lowering, most of the time, is done once, for the lowest capability. Numba asks the current device for
+    the capability of a device function even when the kernel's was given, so that without a GPU it cannot compile one;
+    here it is told. numba-cuda is pinned to the line this was written against.
     """
     from types import SimpleNamespace
 
-    from numba.cuda import dispatcher
+    from numba.cuda import compiler, dispatcher
     from numba.cuda.core.compiler_lock import global_compiler_lock
 
+    lowest = min(capabilities)
     with global_compiler_lock:
         ask_device = dispatcher.get_current_device
-        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
+        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=lowest)
         try:
-            ptx, _ = cuda.compile(
-                kernel.py_func, signature, device=False, abi="numba", cc=capability, launch_bounds=launch_bounds
+            library, _ = compiler._compile_pyfunc_with_fixup(
+                kernel.py_func, signature, device=False, abi="numba", cc=lowest, launch_bounds=launch_bounds
             )
         finally:
             dispatcher.get_current_device = ask_device
-    return ptx
+        return [_one(library.get_asm_strs(cc=capability)) for capability in capabilities]
+
+
+def _one(sources: list[str]) -> str:
+    if len(sources) != 1:
+        raise RuntimeError(f"expected the PTX of a kernel in one piece, got {len(sources)}")
+    return sources[0]
 
 
 __all__ = ["SIMULATED", "compile_to_ptx", "cuda", "types"]

@@ -28,12 +28,11 @@ from burt_numba.softmax_launches import (
     RowShape,
     StridedRows,
     choose_row_shape,
-    has_clusters,
     row_shapes,
     streamed_blocks,
     vector_columns,
 )
-from burt_numba.target import CLUSTER_CAPABILITY, DOCUMENTED_THREADS
+from burt_numba.target import DOCUMENTED_THREADS, has_clusters
 from burt_numba.validation import validation_launch
 
 _NAME = "constrained_softmax"
@@ -70,8 +69,8 @@ def constrained_softmax(
     temperature_min, temperature_max : float
         T starts at 1 clipped between them and is lowered to ``temperature_min`` at most.
     max_iterations : int
-        Evaluations of the entropy after the first. Where they do not suffice, the result is within the bound but further
-        below it.
+        Evaluations of the entropy after the first. Where they do not suffice, the result is within the bound, but
+        further below it.
     temperature_out, entropy_out : array [...], float32, optional
         Receive T and the entropy of each row.
     out : array [..., C] of the type of ``logits``, optional
@@ -132,7 +131,8 @@ def constrained_softmax(
 # --- launch choices -----------------------------------------------------------------------------------------------
 
 _RESIDENT_THREADS = 1024
-"""Threads a multiprocessor holds at least: 64 registers each."""
+_RESIDENT_THREADS_IN_GROUPS = 768
+"""Threads a multiprocessor holds at least: 64 registers each, or 80 where lanes share a warp."""
 
 
 def _kernel(shape: RowShape, vector: int) -> KernelSpec:
@@ -145,8 +145,8 @@ def _kernel(shape: RowShape, vector: int) -> KernelSpec:
         "constrained_softmax_rows",
         build,
         (shape.threads, shape.per_thread, vector, shape.blocks),
-        shape.launch_bounds(_RESIDENT_THREADS),
-        CLUSTER_CAPABILITY if shape.blocks > 1 else (7, 0),
+        shape.launch_bounds(_RESIDENT_THREADS_IN_GROUPS if shape.threads <= 32 else _RESIDENT_THREADS),
+        shape.blocks > 1,
     )
 
 
@@ -156,9 +156,7 @@ def _streamed(blocks: int) -> KernelSpec:
 
         return streamed_kernel(*constants)
 
-    return KernelSpec(
-        "constrained_softmax_streamed", build, (blocks,), (1024, 1), CLUSTER_CAPABILITY if blocks > 1 else (7, 0)
-    )
+    return KernelSpec("constrained_softmax_streamed", build, (blocks,), (1024, 1), blocks > 1)
 
 
 def _choose(columns: int, rows: int, vector: int, capability: tuple[int, int]) -> tuple[KernelSpec, int, int, int]:

@@ -26,8 +26,9 @@ def plan(name: str, **dims: Any) -> Plan:
     name : str
         A public function.
     **dims
-        ``constrained_softmax``: batch_size, num_classes. ``attention_softmax``: batch_size, num_heads, seq_len (queries),
-        key_len (seq_len), masked (False), causal (False). Both: dtype ("float32"), compute_capability ((9, 0)).
+        ``constrained_softmax``: batch_size, num_classes. ``attention_softmax``: batch_size, num_heads, seq_len
+        (queries), key_len (seq_len), masked (False), causal (False). Both: dtype ("float32"), compute_capability
+        ((9, 0)).
 
     Returns
     -------

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from burt_numba.host.arrays import Description
 from burt_numba.host.errors import BurtDimensionError
 from burt_numba.host.launching import Array
-from burt_numba.target import CLUSTER_CAPABILITY, GROUP_BLOCK, MAX_CLUSTER_BLOCKS
+from burt_numba.target import GROUP_BLOCK, MAX_CLUSTER_BLOCKS
 
 _FEW_ROWS = 1024
 """Below this many rows, one warp a row leaves most of the device idle, and more threads shorten a row."""
@@ -36,7 +36,7 @@ class RowShape(NamedTuple):
         return self.threads if self.threads > 32 else GROUP_BLOCK
 
     def launch_bounds(self, resident_threads: int) -> tuple[int, int]:
-        """(threads a block, blocks a multiprocessor holds at least): the compiler's register limit follows from them."""
+        """(threads a block, blocks a multiprocessor holds at least), from which the register limit follows."""
         return self.block, max(resident_threads // self.block, 1)
 
     def grid(self, rows: int) -> int:
@@ -62,10 +62,7 @@ def row_shapes(vector: int) -> Iterator[RowShape]:
 def choose_row_shape(columns: int, rows: int, vector: int, clusters: bool) -> RowShape | None:
     """The shape for a row of this many columns; None when registers cannot hold it."""
     shapes = _BLOCK_SHAPES + (_CLUSTER_SHAPES if clusters else ())
-    if rows >= _FEW_ROWS or columns <= 256:
-        shapes = _GROUP_SHAPES + shapes
-    else:
-        shapes = _FEW_ROW_SHAPES + shapes
+    shapes = (_GROUP_SHAPES if rows >= _FEW_ROWS or columns <= 256 else _FEW_ROW_SHAPES) + shapes
     for shape in shapes:
         if columns <= shape.columns and shape.per_thread % vector == 0:
             return shape
@@ -75,11 +72,6 @@ def choose_row_shape(columns: int, rows: int, vector: int, clusters: bool) -> Ro
 def streamed_blocks(columns: int, rows: int, clusters: bool) -> int:
     """Blocks a row for a row that is read from memory at each pass."""
     return MAX_CLUSTER_BLOCKS if clusters and rows <= 128 and columns >= MAX_CLUSTER_BLOCKS * 4096 else 1
-
-
-def has_clusters(capability: tuple[int, int]) -> bool:
-    """True for the data-centre parts from Hopper on. Consumer parts of 12.x place no clusters of this size."""
-    return CLUSTER_CAPABILITY <= capability < (12, 0)
 
 
 class StridedRows(NamedTuple):

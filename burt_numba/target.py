@@ -19,8 +19,14 @@ DOCUMENTED_THREADS = 1024
 MAX_CLUSTER_BLOCKS = 8
 """Blocks in a cluster that every device with clusters can place."""
 
-CLUSTER_CAPABILITY = (9, 0)
-"""The first compute capability whose devices launch thread-block clusters."""
+LOWEST_CAPABILITY = (7, 0)
+"""The oldest compute capability that kernels are compiled for."""
+
+
+def has_clusters(capability: tuple[int, int]) -> bool:
+    """True for the data-centre parts from Hopper on. Consumer parts of 12.x place no clusters of this size."""
+    return (9, 0) <= capability < (12, 0)
+
 
 SIMULATED_CAPABILITY = (9, 0)
 """The compute capability that the simulator stands for."""

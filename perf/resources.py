@@ -110,31 +110,46 @@ def assemble(ptxas: str, ptx: str, capability: Capability) -> str:
 
 
 @lru_cache
-def _specialisations(capability: Capability) -> list[Any]:
+def _specialisations(capabilities: tuple[Capability, ...]) -> list[Any]:
+    """Of every capability, each once."""
     from burt_numba.host.compiling import all_specialisations
 
-    return list(all_specialisations(capability))
+    found = {s.key: s for capability in capabilities for s in all_specialisations(capability)}
+    return list(found.values())
 
 
-def _measure(ptxas: str, capability: Capability, index: int) -> Resources | str:
-    """Compile and assemble one specialisation, named by its place since kernels do not travel between processes."""
-    specialisation = _specialisations(capability)[index]
-    label = f"{capability[0]}.{capability[1]} {specialisation.key}"
+def _measure(ptxas: str, capabilities: Sequence[Capability], index: int) -> list[Resources | str]:
+    """Compile one specialisation and assemble it for each capability that has it.
+
+    It is named by its place, since kernels do not travel between processes.
+    """
+    from burt_numba.host.compiling import compile_specialisation
+
+    specialisation = _specialisations(tuple(capabilities))[index]
+    kernel, key = specialisation.kernel, str(specialisation.key)
+    wanted = [capability for capability in capabilities if kernel.runs_on(capability)]
+    outcomes: list[Resources | str] = []
+    # Every kernel is looked at before the check fails.
     try:
-        registers, spills, stack, shared = parse_ptxas(assemble(ptxas, specialisation.ptx(), capability))
-    except Exception as error:  # Every kernel is looked at before the check fails.
-        return f"{label}: {type(error).__name__}: {error}"
-    return Resources(capability, specialisation.name, str(specialisation.key), registers, spills, stack, shared)
+        sources = compile_specialisation(kernel, specialisation.types, wanted)
+    except Exception as error:
+        return [f"{key}: {type(error).__name__}: {error}"]
+    for capability, ptx in zip(wanted, sources, strict=True):
+        try:
+            outcomes.append(Resources(capability, kernel.name, key, *parse_ptxas(assemble(ptxas, ptx, capability))))
+        except Exception as error:
+            outcomes.append(f"{capability[0]}.{capability[1]} {key}: {type(error).__name__}: {error}")
+    return outcomes
 
 
 def measure(capabilities: Sequence[Capability], ptxas: str) -> tuple[list[Resources], list[str]]:
     """Return the resources of every specialisation, and one line for each that failed to compile or assemble."""
-    work = [(capability, index) for capability in capabilities for index in range(len(_specialisations(capability)))]
+    count = len(_specialisations(tuple(capabilities)))
     # Spawned, not forked: a fork would share the state of the compiler library.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        outcomes = [pool.submit(_measure, ptxas, capability, index) for capability, index in work]
-        results = [outcome.result() for outcome in outcomes]
+        outcomes = [pool.submit(_measure, ptxas, capabilities, index) for index in range(count)]
+        results = [result for outcome in outcomes for result in outcome.result()]
     return (
         [result for result in results if isinstance(result, Resources)],
         [result for result in results if isinstance(result, str)],

@@ -217,7 +217,7 @@ def test_kernel_spec():
     built = []
     spec = KernelSpec("name", lambda *constants: built.append(constants) or "kernel", (4, 8), (128, 2))
     assert spec.dispatcher == "kernel" and built == [(4, 8)]
-    assert spec.minimum_capability == (7, 0)
+    assert spec.runs_on((7, 0)) and not spec.runs_on((6, 1))
     # Built by another function object, but the same kernel.
     same = KernelSpec("name", lambda *constants: None, (4, 8), (128, 2))
     assert spec == same and hash(spec) == hash(same)
@@ -229,7 +229,7 @@ def test_every_specialisation_has_a_key_of_its_own():
     for capability in ((7, 5), (8, 9), (9, 0)):
         found = list(compiling.all_specialisations(capability))
         assert len({compiling._cache_file(entry) for entry in found}) == len(set(found)) > 40
-        assert all(entry.kernel.minimum_capability <= capability == entry.capability for entry in found)
+        assert all(entry.kernel.runs_on(capability) and capability == entry.capability for entry in found)
 
 
 COMPILE = """

@@ -177,7 +177,7 @@ _COLUMNS_A_PART = 64
 """Columns a thread sums in float32 before it adds to float64, so that rounding does not grow with the row."""
 
 SUMMED_TOGETHER = 4
-"""Weights added to each other before they are added to a sum that may hold the peak's 1, next to which they round off."""
+"""Weights added to each other before they join a sum that may hold the peak's 1, beside which they round off."""
 
 
 def column_sums(read_gap, reduce_sum3):

@@ -1,8 +1,8 @@
 """How kernels report what only they can see: counts and the lowest place of an event, in a buffer.
 
-Cells of the buffer (int64): 0 holds the lowest ``8 * index + code`` of all events, ``code`` the number of events of that
-code, which only grows. A buffer of 8 cells is all there is to it. The public functions pass a longer one, in device
-memory where atomics are cheap, that names a mirror in host memory; the host reads the mirror without waiting:
+Cells of the buffer (int64): 0 holds the lowest ``8 * index + code`` of all events, ``code`` the number of events of
+that code, which only grows. A buffer of 8 cells is all there is to it. The public functions pass a longer one, in
+device memory where atomics are cheap, that names a mirror in host memory; the host reads the mirror without waiting:
 
     0          1 .. 7    8                 9                           10
     first      counts    lock (0 or 1)     address of the mirror:      version: reports

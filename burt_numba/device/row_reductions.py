@@ -15,7 +15,7 @@ ANY_THREADS = 0
 
 
 class RowReductions(NamedTuple):
-    """Device functions that take values, ``scratch``, ``exchange`` and ``phase``, and alternate the phase between calls."""
+    """Device functions of values, ``scratch``, ``exchange`` and ``phase``; calls alternate the phase."""
 
     maximum: Any
     sum: Any

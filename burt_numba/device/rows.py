@@ -45,11 +45,11 @@ def clean(value):
 
 @cuda.jit(device=True)
 def report_bad_elements(source, offset, stride, first, vector, last, step, flat_offset, errors, lanes, mask):
-    """A group of lanes (a warp or a part of one) reads its columns of a row once more and reports the NaN and +inf in them.
+    """A group of lanes (a warp or a part of one) reads its columns of a row once more and reports the NaN and +inf.
 
-    Each lane covers ``vector`` columns from ``first``, from ``first + step``, ... below ``last`` of the row at ``offset``,
-    whose elements lie ``stride`` apart and are numbered from ``flat_offset``. A rare path: registers hold the values, but
-    indexing them with a loop variable would move them to local memory for every row.
+    Each lane covers ``vector`` columns from ``first``, from ``first + step``, ... below ``last`` of the row at
+    ``offset``, whose elements lie ``stride`` apart and are numbered from ``flat_offset``. A rare path: registers hold
+    the values, but indexing them with a loop variable would move them to local memory for every row.
     """
     nans = np.int32(0)
     infinities = np.int32(0)

@@ -1,8 +1,8 @@
-"""16-byte loads and stores between global memory and a thread's registers (a local array with constant indices).
+"""Loads and stores of up to 16 bytes between global memory and registers (a local array with constant indices).
 
-``load_vector(count)`` and ``store_vector(count)`` give a device function for vectors of that many elements, whatever the
-element type: float32 and float16 (converted to and from float32) and uint8 (a boolean mask). The address must be a
-multiple of the vector's bytes, or of 16 where that is less.
+``load_vector(count)`` and ``store_vector(count)`` give a device function for vectors of that many elements, whatever
+the element type: float32 and float16 (converted to and from float32) and uint8 (a boolean mask). The address must be
+a multiple of the vector's bytes, or of 16 where that is less.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ else:
         return builder.gep(struct.data, [index])
 
     def _words(element_type, count):
-        """A vector as the 32-bit words that are really moved: NVPTX splits vectors of half into scalars."""
-        return ir.VectorType(_WORD, count * _BYTES[element_type] // 4) if count * _BYTES[element_type] > 4 else _WORD
+        """A vector as the integers that are really moved: NVPTX splits vectors of half into scalars."""
+        size = count * _BYTES[element_type]
+        return ir.VectorType(_WORD, size // 4) if size > 4 else ir.IntType(8 * size)
 
     def _aligned_pieces(element_type, count):
         """(elements a piece, pieces): no access is wider than 16 bytes."""

@@ -1,8 +1,8 @@
 """Warp shuffles, votes and reductions.
 
-The reductions work within aligned groups of ``lanes`` lanes, a power of two up to 32, and leave the same bits in every lane
-of a group: at each step both lanes of a pair add the same two values. ``mask`` names the lanes that are sure to call: those
-of the group (``group_mask``) where groups may have parted, else all of the warp.
+The reductions work within aligned groups of ``lanes`` lanes, a power of two up to 32, and leave the same bits in every
+lane of a group: at each step both lanes of a pair add the same two values. ``mask`` names the lanes that are sure to
+call: those of the group (``group_mask``) where groups may have parted, else all of the warp.
 """
 
 from __future__ import annotations

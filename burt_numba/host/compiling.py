@@ -1,8 +1,8 @@
 """From a kernel and its argument types to machine code on a device: once a process, and once a machine.
 
 Machine code is kept on disk under a key of everything it depends on: the sources of this package, the versions of
-Numba and of the compiler's parts, the compute capability, the kernel, its constants and its argument types. A warm start
-compiles nothing.
+Numba and of the compiler's parts, the compute capability, the kernel, its constants and its argument types. A warm
+start compiles nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from burt_numba.host.memory import device_attribute, driver_call
-from burt_numba.target import SIMULATED, SIMULATED_CAPABILITY
+from burt_numba.target import LOWEST_CAPABILITY, SIMULATED, SIMULATED_CAPABILITY, has_clusters
 
 _DTYPES = {"f4": "float32", "f2": "float16", "u1": "uint8", "i4": "int32", "i8": "int64"}
 
@@ -34,7 +34,12 @@ class KernelSpec:
     constants: tuple[int, ...] = ()
     launch_bounds: tuple[int, int] | None = None
     """(most threads a block, least blocks a multiprocessor): the compiler's register limit."""
-    minimum_capability: tuple[int, int] = (7, 0)
+    clusters: bool = False
+    """Launched in clusters of blocks, which not every device has."""
+
+    def runs_on(self, capability: tuple[int, int]) -> bool:
+        """True for the compute capabilities that this is launched on."""
+        return has_clusters(capability) if self.clusters else capability >= LOWEST_CAPABILITY
 
     @property
     def dispatcher(self) -> Any:
@@ -62,11 +67,16 @@ class Specialisation:
 
     def ptx(self) -> str:
         """Compile to PTX; needs no GPU."""
-        from burt_numba.backend import compile_to_ptx
+        return compile_specialisation(self.kernel, self.types, (self.capability,))[0]
 
-        return compile_to_ptx(
-            self.kernel.dispatcher, _numba_signature(self.types), self.capability, self.kernel.launch_bounds
-        )
+
+def compile_specialisation(
+    kernel: KernelSpec, types: tuple[str, ...], capabilities: Sequence[tuple[int, int]]
+) -> list[str]:
+    """PTX for each compute capability."""
+    from burt_numba.backend import compile_to_ptx
+
+    return compile_to_ptx(kernel.dispatcher, _numba_signature(types), capabilities, kernel.launch_bounds)
 
 
 def _numba_signature(names: Iterable[str]) -> Any:
@@ -242,5 +252,5 @@ def all_specialisations(capability: tuple[int, int]) -> Iterable[Specialisation]
 
     for specialisations in SPECIALISATIONS:
         for kernel, types in specialisations():
-            if kernel.minimum_capability <= capability:
+            if kernel.runs_on(capability):
                 yield Specialisation(kernel, types, capability)

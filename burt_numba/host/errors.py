@@ -55,7 +55,7 @@ class BurtSharedMemoryError(MemoryError):
     code = BurtError.OOM
 
 
-class _Report:
+class _Report(Exception):
     """What a warning or an exception says about events on the device."""
 
     def __init__(self, function: str, counts: dict[BurtError, int], first: int | None) -> None:

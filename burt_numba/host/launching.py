@@ -1,8 +1,8 @@
 """Launches: described once for a kind of call, then repeated with new pointers.
 
-``cuda.jit``'s own launch converts every argument on every call. Here the arguments of a launch lie ready in one block of
-memory, as the driver wants them; a call writes the pointers that may have changed and launches. In the simulator the
-same description becomes views of NumPy arrays.
+``cuda.jit``'s own launch converts every argument on every call. Here the arguments of a launch lie ready in one block
+of memory, as the driver wants them; a call writes the pointers that may have changed and launches. In the simulator
+the same description becomes views of NumPy arrays.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class SimulatedLaunch:
     def __call__(self, operands: Sequence[Any], numbers: Sequence[float], errors: Any, stream: int) -> None:
         from burt_numba import simulator
 
-        arguments = [self._argument(argument, operands, numbers, errors) for argument in self.launch.arguments]
+        arguments = tuple(self._argument(argument, operands, numbers, errors) for argument in self.launch.arguments)
         simulator.launch(
             self.launch.kernel.dispatcher.py_func,
             self.launch.grid,
@@ -221,7 +221,7 @@ class DeviceLaunch:
                 if is_float:
                     self._floats[2 * place] = numbers[index]
                 else:
-                    cells[place] = numbers[index]
+                    cells[place] = int(numbers[index])
             if self._config is None:
                 (error,) = self._driver_launch(self._function, *self._geometry, stream, self._parameters_address, 0)
             else:

@@ -29,8 +29,8 @@ DEVICE_EVENT_CELLS = 16
 class EventMemory:
     """The memory of an error buffer: cells on the device, and their mirror in host memory (``cells``).
 
-    Allocated with the first use of a buffer on a device and kept for the life of the process: a captured graph may write
-    to it at any time.
+    Allocated with the first use of a buffer on a device and kept for the life of the process: a captured graph may
+    write to it at any time.
     """
 
     def __init__(self, device: int) -> None:
@@ -49,7 +49,8 @@ class EventMemory:
             flags = driver.CU_MEMHOSTALLOC_DEVICEMAP | driver.CU_MEMHOSTALLOC_PORTABLE
             host = int(driver_call(driver.cuMemHostAlloc(8 * EVENT_CELLS, flags)))
             self.cells = (ctypes.c_int64 * EVENT_CELLS).from_address(host)
-            self.cells[:] = [NO_EVENT] + [0] * (EVENT_CELLS - 1)
+            ctypes.memset(host, 0, 8 * EVENT_CELLS)
+            self.cells[0] = NO_EVENT
             mirror = int(driver_call(driver.cuMemHostGetDevicePointer(host, 0)))
             self.pointer = int(driver_call(driver.cuMemAlloc(8 * DEVICE_EVENT_CELLS)))
             start = (ctypes.c_int64 * DEVICE_EVENT_CELLS)(NO_EVENT)

@@ -60,9 +60,9 @@ class _Call:
 class Operation:
     """One public function.
 
-    ``names`` are the operands in order; the last is ``out``. ``written`` are those the kernels write to, ``vectors`` those
-    whose alignment matters. ``answer(request)`` checks shapes and types and chooses the launches; ``request.operands``
-    holds None for what was not given.
+    ``names`` are the operands in order; the last is ``out``. ``written`` are those the kernels write to, ``vectors``
+    those whose alignment matters. ``answer(request)`` checks shapes and types and chooses the launches;
+    ``request.operands`` holds None for what was not given.
     """
 
     def __init__(
@@ -103,6 +103,7 @@ class Operation:
             family = family_of(operand)
             if family is None:
                 self._refuse(operands)
+                raise AssertionError("an operand without a family is refused")
             try:
                 keys.append(family.key(operand))
                 pointers.append(family.pointer(operand))

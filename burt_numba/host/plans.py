@@ -41,9 +41,8 @@ class Plan:
     def __str__(self) -> str:
         lines = [self.name, f"  documented  {self.documented}"]
         lines += [f"  launched    {launch}" for launch in self.launches]
-        lines.append(
-            f"  bytes       input {self.input_bytes:,}, output {self.output_bytes:,}, temporary {self.temporary_bytes:,}"
-        )
+        sizes = (("input", self.input_bytes), ("output", self.output_bytes), ("temporary", self.temporary_bytes))
+        lines.append("  bytes       " + ", ".join(f"{name} {size:,}" for name, size in sizes))
         return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from burt_numba.backend import cuda
+from burt_numba.backend import SIMULATED, cuda
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
 from burt_numba.device.events import record_bad_elements, rolled
@@ -40,8 +40,8 @@ def visible_keys(query, num_keys, causal, causal_offset):
 def _report_bad_scores(read_pair, source, first, vector, end, step, flat_offset, errors, lanes, mask):
     """A group of lanes reads its visible scores once more and reports those that are NaN or +inf, with their mask.
 
-    Each lane covers ``vector`` columns from ``first``, from ``first + step``, ... below ``end``. What a mask of -inf hides
-    is no error, whatever it is.
+    Each lane covers ``vector`` columns from ``first``, from ``first + step``, ... below ``end``. What a mask of -inf
+    hides is no error, whatever it is.
     """
     nans = np.int32(0)
     infinities = np.int32(0)
@@ -64,16 +64,25 @@ def _report_bad_scores(read_pair, source, first, vector, end, step, flat_offset,
 
 @cuda.jit(device=True)
 def _documented_pair(source, column):
-    """(score, additive mask) of the documented kernel's row."""
-    scores, mask, batch, head, query = source
-    score = np.float32(scores[batch, head, query, column])
-    if mask.size == 0:
+    """(score, additive mask) of the documented kernel's row; a step of -1 stands for no mask."""
+    scores, mask, mask_step = source
+    score = np.float32(scores[column])
+    if mask_step < 0:
         return score, _ZERO
-    mask_batch = batch if mask.shape[0] > 1 else 0
-    mask_head = head if mask.shape[1] > 1 else 0
-    mask_query = query if mask.shape[2] > 1 else 0
-    mask_column = column if mask.shape[3] > 1 else np.int64(0)
-    return score, np.float32(mask[mask_batch, mask_head, mask_query, mask_column])
+    return score, np.float32(mask[column * mask_step])
+
+
+if SIMULATED:
+
+    def _mask_row(mask, batch, head, query):
+        # No mask has no row either; on a GPU a view of nothing is no access.
+        return mask[batch, head, query] if mask.size > 0 else mask
+
+else:
+
+    @cuda.jit(device=True)
+    def _mask_row(mask, batch, head, query):
+        return mask[batch, head, query]
 
 
 @cuda.jit(device=True)
@@ -87,23 +96,30 @@ _scan_documented = online_softmax(_documented_score, row_reductions(ANY_THREADS)
 
 @cuda.jit(launch_bounds=DOCUMENTED_THREADS)
 def attention_softmax_kernel(scores, output, mask, batch_size, num_heads, seq_len, causal, causal_offset, errors):
-    """The documented layout: block (x, y) takes query y, y + gridDim.y, ... of head x % num_heads of batch x // num_heads.
+    """The documented layout: block (x, y) takes query y of head x % num_heads of batch x // num_heads.
 
     Grid (batch_size * num_heads, seq_len), block min(Sk, 1024) rounded up to whole warps; thread t takes the keys
     t, t + blockDim.x, ... in two passes, the first with a running maximum.
-    scores and output [B, H, Sq, Sk], seq_len = Sq; mask an additive array of 4 axes, each of full size or 1, or of size 0;
-    errors int64 [8].
+    A smaller grid strides over both. scores and output [B, H, Sq, Sk], seq_len = Sq; mask an additive array of 4 axes,
+    each of full size or 1, or of size 0; errors int64 [8].
     """
     scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
     thread = np.int64(cuda.threadIdx.x)
     threads = np.int64(cuda.blockDim.x)
     num_keys = np.int64(scores.shape[3])
+    mask_step = -1 if mask.size == 0 else 1 if mask.shape[3] > 1 else 0
     for matrix in range(cuda.blockIdx.x, batch_size * num_heads, cuda.gridDim.x):
         batch = matrix // num_heads
         head = matrix - batch * num_heads
         for query in range(cuda.blockIdx.y, seq_len, cuda.gridDim.y):
             visible = visible_keys(query, num_keys, causal, causal_offset)
-            source = (scores, mask, batch, head, query)
+            mask_row = _mask_row(
+                mask,
+                batch if mask.shape[0] > 1 else 0,
+                head if mask.shape[1] > 1 else 0,
+                query if mask.shape[2] > 1 else 0,
+            )
+            source = (scores[batch, head, query], mask_row, mask_step)
             row_max, factor, bad = _scan_documented(source, thread, visible, threads, scratch, 0)
             if any_lane(bad, FULL_MASK):
                 flat_offset = (np.int64(matrix) * seq_len + query) * num_keys
@@ -154,7 +170,7 @@ def _pair_reader(mask_kind: int):
 
 @cache
 def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_kind: int):
-    """The kernel that holds each row in registers, ``per_thread`` keys in each of ``threads`` threads of ``blocks`` blocks.
+    """The kernel that holds each row in registers, ``per_thread`` keys in each of ``threads * blocks`` threads.
 
     Rows, lanes, blocks and columns lie as in the kernel of the same name of constrained_softmax.
     """
@@ -234,14 +250,9 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
             for part in range(vectors):
                 column = np.int32(first_column + part * stride)
                 if column < visible:
-                    if vector == 1:
-                        registers[part] = np.float32(scores[offset + column * column_stride])
-                        if mask_kind != NO_MASK:
-                            mask_registers[part] = np.float32(mask[mask_offset + column * mask_column_stride])
-                    else:
-                        load(scores, offset + column, registers, part * vector)
-                        if mask_kind != NO_MASK:
-                            load(mask, mask_offset + column, mask_registers, part * vector)
+                    load(scores, offset + column * column_stride, registers, part * vector)
+                    if mask_kind != NO_MASK:
+                        load(mask, mask_offset + column * mask_column_stride, mask_registers, part * vector)
                 else:
                     for element in range(vector):
                         registers[part * vector + element] = NEGATIVE_INFINITY
@@ -288,10 +299,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
             for part in range(vectors):
                 column = np.int32(first_column + part * stride)
                 if column < part_end:
-                    if vector == 1:
-                        output[output_offset + column] = registers[part]
-                    else:
-                        store(output, output_offset + column, registers, part * vector)
+                    store(output, output_offset + column, registers, part * vector)
 
     return attention_softmax_rows_kernel
 

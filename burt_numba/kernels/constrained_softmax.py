@@ -166,16 +166,17 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
         total = _ZERO
         first = _ZERO
         second = _ZERO
-        for group in range(per_thread // SUMMED_TOGETHER):
-            weights = _ZERO
-            for place in range(SUMMED_TOGETHER):
-                t = beta * registers[group * SUMMED_TOGETHER + place]
-                weight = exp2(-t)
-                weighted = t * weight
-                weights += weight
-                first += weighted
-                second += weighted * t
-            total += weights
+        weights = _ZERO
+        for element in range(per_thread):
+            t = beta * registers[element]
+            weight = exp2(-t)
+            weighted = t * weight
+            weights += weight
+            first += weighted
+            second += weighted * t
+            if element % SUMMED_TOGETHER == SUMMED_TOGETHER - 1:
+                total += weights
+                weights = _ZERO
         return reduce_sum3(total, first, second, scratch, exchange, phase)
 
     search = entropy_search(evaluate)
@@ -236,10 +237,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             for part in range(vectors):
                 column = np.int32(first_column + part * stride)
                 if column < part_end:
-                    if vector == 1:
-                        registers[part] = np.float32(logits[offset + column * column_stride])
-                    else:
-                        load(logits, offset + column, registers, part * vector)
+                    load(logits, offset + column * column_stride, registers, part * vector)
                 else:
                     for element in range(vector):
                         registers[part * vector + element] = NEGATIVE_INFINITY
@@ -285,10 +283,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             for part in range(vectors):
                 column = np.int32(first_column + part * stride)
                 if column < part_end:
-                    if vector == 1:
-                        output[output_offset + column] = registers[part]
-                    else:
-                        store(output, output_offset + column, registers, part * vector)
+                    store(output, output_offset + column, registers, part * vector)
 
     return constrained_softmax_rows_kernel
 
