@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from burt_numba.backend import SIMULATED, cuda
+from burt_numba.backend import cuda
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
 from burt_numba.device.events import record_bad_elements, rolled
@@ -69,20 +69,7 @@ def _documented_pair(source, column):
     score = np.float32(scores[column])
     if mask_step < 0:
         return score, _ZERO
-    return score, np.float32(mask[column * mask_step])
-
-
-if SIMULATED:
-
-    def _mask_row(mask, batch, head, query):
-        # No mask has no row either; on a GPU a view of nothing is no access.
-        return mask[batch, head, query] if mask.size > 0 else mask
-
-else:
-
-    @cuda.jit(device=True)
-    def _mask_row(mask, batch, head, query):
-        return mask[batch, head, query]
+    return score, np.float32(mask[0, 0, 0, column * mask_step])
 
 
 @cuda.jit(device=True)
@@ -113,12 +100,11 @@ def attention_softmax_kernel(scores, output, mask, batch_size, num_heads, seq_le
         head = matrix - batch * num_heads
         for query in range(cuda.blockIdx.y, seq_len, cuda.gridDim.y):
             visible = visible_keys(query, num_keys, causal, causal_offset)
-            mask_row = _mask_row(
-                mask,
-                batch if mask.shape[0] > 1 else 0,
-                head if mask.shape[1] > 1 else 0,
-                query if mask.shape[2] > 1 else 0,
-            )
+            first_batch = batch if mask.shape[0] > 1 else 0
+            first_head = head if mask.shape[1] > 1 else 0
+            first_query = query if mask.shape[2] > 1 else 0
+            # Slices, since a mask of size 0 has no first row.
+            mask_row = mask[first_batch : first_batch + 1, first_head : first_head + 1, first_query : first_query + 1]
             source = (scores[batch, head, query], mask_row, mask_step)
             row_max, factor, bad = _scan_documented(source, thread, visible, threads, scratch, 0)
             if any_lane(bad, FULL_MASK):
