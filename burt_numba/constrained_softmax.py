@@ -131,8 +131,8 @@ def constrained_softmax(
 # --- launch choices -----------------------------------------------------------------------------------------------
 
 _RESIDENT_THREADS = 1024
-_RESIDENT_THREADS_IN_GROUPS = 768
-"""Threads a multiprocessor holds at least: 64 registers each, or 80 where lanes share a warp."""
+_RESIDENT_THREADS_IN_GROUPS = {True: 768, False: 640}
+"""Threads a multiprocessor holds at least: 64 registers each; where lanes share a warp 80 with vectors, 96 without."""
 
 
 def _kernel(shape: RowShape, vector: int) -> KernelSpec:
@@ -141,11 +141,12 @@ def _kernel(shape: RowShape, vector: int) -> KernelSpec:
 
         return rows_kernel(*constants)
 
+    resident = _RESIDENT_THREADS_IN_GROUPS[vector > 1] if shape.threads <= 32 else _RESIDENT_THREADS
     return KernelSpec(
         "constrained_softmax_rows",
         build,
         (shape.threads, shape.per_thread, vector, shape.blocks),
-        shape.launch_bounds(_RESIDENT_THREADS_IN_GROUPS if shape.threads <= 32 else _RESIDENT_THREADS),
+        shape.launch_bounds(resident),
         shape.blocks > 1,
     )
 

@@ -20,6 +20,10 @@ if SIMULATED:
     cluster_rank = simulator.cluster_rank
     cluster_barrier = simulator.cluster_barrier
     cluster_store = simulator.cluster_store
+    cluster_wait = simulator.cluster_barrier
+
+    def cluster_arrive():
+        """The waiting is simulated as a whole barrier."""
 
 else:
     from llvmlite import ir
@@ -43,16 +47,22 @@ else:
 
         return types.int32(), codegen
 
-    @intrinsic
-    def cluster_barrier(typingctx):
-        """Wait for all threads of all blocks of the cluster; their earlier shared-memory writes are then visible."""
+    def _barrier(text: str):
+        @intrinsic
+        def barrier(typingctx):
+            def codegen(context, builder, signature, args):
+                _assembly(builder, ir.VoidType(), [], text, "~{memory}")
+                return context.get_dummy_value()
 
-        def codegen(context, builder, signature, args):
-            text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
-            _assembly(builder, ir.VoidType(), [], text, "~{memory}")
-            return context.get_dummy_value()
+            return types.void(), codegen
 
-        return types.void(), codegen
+        return barrier
+
+    # All threads of all blocks of the cluster; their earlier shared-memory writes are visible afterwards.
+    cluster_barrier = _barrier("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+    # The same in two halves, without memory order: that all blocks of the cluster have begun.
+    cluster_arrive = _barrier("barrier.cluster.arrive.relaxed.aligned;")
+    cluster_wait = _barrier("barrier.cluster.wait.aligned;")
 
     @intrinsic
     def cluster_store(typingctx, array, index, rank, value):

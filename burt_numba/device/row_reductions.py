@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from burt_numba.backend import cuda
 from burt_numba.device.block import MAX_WARPS, block_max, block_sum, block_sum3, power_of_two_at_least
-from burt_numba.device.cluster import cluster_max, cluster_rank, cluster_sum, cluster_sum3
+from burt_numba.device.cluster import cluster_arrive, cluster_max, cluster_rank, cluster_sum, cluster_sum3, cluster_wait
 from burt_numba.device.warp import group_mask, warp_max, warp_sum, warp_sum3
 
 ANY_THREADS = 0
@@ -17,6 +17,8 @@ ANY_THREADS = 0
 class RowReductions(NamedTuple):
     """Device functions of values, ``scratch``, ``exchange`` and ``phase``; calls alternate the phase."""
 
+    begin: Any
+    """``begin()``: called once, first. The maximum is the first reduction after it."""
     maximum: Any
     sum: Any
     sum3: Any
@@ -41,6 +43,11 @@ def _only_block():
     return 0
 
 
+@cuda.jit(device=True)
+def _nothing():
+    pass
+
+
 def _group_reductions(lanes: int) -> RowReductions:
     @cuda.jit(device=True)
     def maximum(value, scratch, exchange, phase):
@@ -54,7 +61,7 @@ def _group_reductions(lanes: int) -> RowReductions:
     def total3(a, b, c, scratch, exchange, phase):
         return warp_sum3(a, b, c, lanes, group_mask(lanes))
 
-    return RowReductions(maximum, total, total3, _only_block)
+    return RowReductions(_nothing, maximum, total, total3, _only_block)
 
 
 def _block_reductions(constant_warps: int) -> RowReductions:
@@ -76,15 +83,20 @@ def _block_reductions(constant_warps: int) -> RowReductions:
     def total3(a, b, c, scratch, exchange, phase):
         return block_sum3(a, b, c, scratch, phase, warps(), lanes)
 
-    return RowReductions(maximum, total, total3, _only_block)
+    return RowReductions(_nothing, maximum, total, total3, _only_block)
 
 
 def _cluster_reductions(warps: int, blocks: int) -> RowReductions:
     lanes = power_of_two_at_least(warps)
 
     @cuda.jit(device=True)
+    def begin():
+        cluster_arrive()
+
+    @cuda.jit(device=True)
     def maximum(value, scratch, exchange, phase):
         value = block_max(value, scratch, phase, warps, lanes)
+        cluster_wait()  # every block runs: until then it may not be written to
         return cluster_max(value, exchange, phase, cluster_rank(), blocks)
 
     @cuda.jit(device=True)
@@ -101,4 +113,4 @@ def _cluster_reductions(warps: int, blocks: int) -> RowReductions:
     def rank():
         return cluster_rank()
 
-    return RowReductions(maximum, total, total3, rank)
+    return RowReductions(begin, maximum, total, total3, rank)

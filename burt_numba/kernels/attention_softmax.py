@@ -170,7 +170,8 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
     load = load_vector(vector)
     store = store_vector(vector)
     reductions = row_reductions(threads, blocks)
-    reduce_max, reduce_sum, block_rank = reductions.maximum, reductions.sum, reductions.rank
+    begin_row, block_rank = reductions.begin, reductions.rank
+    reduce_max, reduce_sum = reductions.maximum, reductions.sum
     read_pair = _pair_reader(mask_kind)
     apply_mask = _apply_boolean if mask_kind == BOOLEAN_MASK else _apply_additive
 
@@ -211,6 +212,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
         exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
         registers = cuda.local.array(per_thread, np.float32)
         mask_registers = cuda.local.array(per_thread, np.float32)
+        begin_row()
         if shares_warp:
             thread = np.int32(cuda.threadIdx.x & (threads - 1))
             row = np.int32(cuda.blockIdx.x * rows_a_block + (cuda.threadIdx.x >> lane_bits))
@@ -236,9 +238,10 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
             for part in range(vectors):
                 column = np.int32(first_column + part * stride)
                 if column < visible:
-                    load(scores, offset + column * column_stride, registers, part * vector)
+                    load(scores, offset + (column if vector > 1 else column * column_stride), registers, part * vector)
                     if mask_kind != NO_MASK:
-                        load(mask, mask_offset + column * mask_column_stride, mask_registers, part * vector)
+                        mask_column = column if vector > 1 else column * mask_column_stride
+                        load(mask, mask_offset + mask_column, mask_registers, part * vector)
                 else:
                     for element in range(vector):
                         registers[part * vector + element] = NEGATIVE_INFINITY

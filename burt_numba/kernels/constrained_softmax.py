@@ -158,7 +158,8 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
     load = load_vector(vector)
     store = store_vector(vector)
     reductions = row_reductions(threads, blocks)
-    reduce_max, reduce_sum3, block_rank = reductions.maximum, reductions.sum3, reductions.rank
+    begin_row, block_rank = reductions.begin, reductions.rank
+    reduce_max, reduce_sum3 = reductions.maximum, reductions.sum3
 
     @cuda.jit(device=True)
     def evaluate(data, beta, phase):
@@ -216,6 +217,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
         registers = cuda.local.array(per_thread, np.float32)
+        begin_row()
         if shares_warp:
             thread = np.int32(cuda.threadIdx.x & (threads - 1))
             row = np.int32(cuda.blockIdx.x * rows_a_block + (cuda.threadIdx.x >> lane_bits))
@@ -237,7 +239,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             for part in range(vectors):
                 column = np.int32(first_column + part * stride)
                 if column < part_end:
-                    load(logits, offset + column * column_stride, registers, part * vector)
+                    load(logits, offset + (column if vector > 1 else column * column_stride), registers, part * vector)
                 else:
                     for element in range(vector):
                         registers[part * vector + element] = NEGATIVE_INFINITY
@@ -302,7 +304,7 @@ def streamed_kernel(blocks: int):
     Its arguments are those of the kernel from ``rows_kernel``, with 64-bit sizes.
     """
     reductions = row_reductions(MAX_WARPS * 32, blocks)
-    reduce_max, block_rank = reductions.maximum, reductions.rank
+    begin_row, block_rank, reduce_max = reductions.begin, reductions.rank, reductions.maximum
     search = entropy_search(column_sums(_streamed_gap, reductions.sum3))
 
     @cuda.jit
@@ -339,6 +341,7 @@ def streamed_kernel(blocks: int):
     ):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
+        begin_row()
         row = cuda.blockIdx.x // blocks
         place = row_place(row, size1, magic1, shift1, size2, magic2, shift2)
         offset = origin + row_offset(place, stride0, stride1, stride2)
