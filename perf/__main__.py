@@ -33,6 +33,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--first-call", action="store_true", help="first call: empty cache, and from the disk cache")
     parser.add_argument("--profile", action="store_true", help="with --host: cProfile of 20,000 calls with out=")
     parser.add_argument("--quick", action="store_true", help="cases with a limit, no comparisons, fewer rounds")
+    parser.add_argument("--limits", action="store_true", help="cases with a limit")
     parser.add_argument("--no-compare", action="store_true", help="without eager PyTorch and torch.compile")
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--budget", type=float, default=60.0, metavar="SECONDS", help="for one case (default 60)")
@@ -55,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for case in bench.list_cases()
         if options.op in (None, case.op)
         and case.matches(options.filter)
-        and (case.limit is not None or not options.quick)
+        and (case.limit is not None or not (options.quick or options.limits))
     ]
     if options.list:
         for case in cases:

@@ -221,6 +221,8 @@ class Bench:
             return lambda: case.call(inputs, out, self.errors)
 
         expected = self.outs[0].clone()
+        # The calls go to another stream, and in place they write where this reads.
+        torch.cuda.synchronize()
 
         def verify(replay: Callable[[], None], count: int) -> None:
             self.poison()

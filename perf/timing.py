@@ -158,10 +158,11 @@ def replay_once(graph: torch.cuda.CUDAGraph) -> None:
 
 def measure_copy(moved_bytes: int, sets: int = 1) -> Timing:
     """Time `copy_` of device memory that moves `moved_bytes`, half of them read and half written."""
-    size = max(1, moved_bytes // 2)
+    # In elements of 4 bytes: torch splits copies of more than 2^31 elements.
+    size = max(1, moved_bytes // 8)
     pairs = []
     for _ in range(sets):
-        source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=DEVICE)
+        source = torch.randint(-(2**31), 2**31 - 1, (size,), dtype=torch.int32, device=DEVICE)
         pairs.append((source, torch.empty_like(source)))
     return measure([functools.partial(target.copy_, source) for source, target in pairs])
 
