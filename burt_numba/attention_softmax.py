@@ -9,12 +9,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from burt_numba.host.arrays import Description
-from burt_numba.host.checks import FLOATING, require_count, require_dtype, require_output
+from burt_numba.host.checks import FLOATING, require_count, require_dtype, require_flag, require_output
 from burt_numba.host.compiling import KernelSpec, compute_capability
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, Errors, Launch, Number
 from burt_numba.host.operation import Answer, Operation, Request
-from burt_numba.host.plans import LaunchPlan, Plan, dimension, dtype_itemsize, refuse_unknown, whole_warps
+from burt_numba.host.plans import (
+    MOST_BLOCKS,
+    LaunchPlan,
+    Plan,
+    dimension,
+    dtype_itemsize,
+    refuse_too_many,
+    refuse_unknown,
+    whole_warps,
+)
 from burt_numba.host.rows import MOST_ROWS, Divisor, RowSegment, row_segments
 from burt_numba.softmax_launches import (
     RowShape,
@@ -96,11 +105,12 @@ def attention_softmax(
            [0.5  , 0.5  , 0.   ],
            [0.333, 0.333, 0.333]], dtype=float32)
     """
+    causal = require_flag(_NAME, "causal", causal)
     if causal_offset is not None:
         causal_offset = require_count(_NAME, "causal_offset", causal_offset, -_LARGEST_OFFSET)
         if causal_offset > _LARGEST_OFFSET:
             raise BurtDimensionError(f"{_NAME}: causal_offset: expected at most 2**40, got {causal_offset}")
-    return _OPERATION((scores, mask, out), (), (bool(causal), causal_offset), stream, errors, validate_output)
+    return _OPERATION((scores, mask, out), (), (causal, causal_offset), stream, errors, validate_output)
 
 
 # --- launch choices -----------------------------------------------------------------------------------------------
@@ -271,16 +281,29 @@ def _types(dtype: str, mask_dtype: str, size_type: str) -> tuple[str, ...]:
 
 
 def bytes_moved(
-    batch: int, heads: int, queries: int, keys: int, itemsize: int, mask_bytes: int = 0, causal: bool = False
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    itemsize: int,
+    mask_bytes: int = 0,
+    causal: bool = False,
+    causal_offset: int = 0,
 ) -> int:
     """The fewest bytes a call moves: each visible score and the mask read once, each weight written once."""
     rows = batch * heads * queries
     read = rows * keys
     if causal:
-        whole = max(queries - keys, 0)
-        part = queries - whole
-        read = batch * heads * (part * (part + 1) // 2 + whole * keys)
+        # Query i sees i + 1 + offset keys, as far as there are any.
+        up_to_last, before_first = queries + causal_offset, causal_offset
+        read = batch * heads * (_staircase(up_to_last, keys) - _staircase(before_first, keys))
     return (read + rows * keys) * itemsize + mask_bytes
+
+
+def _staircase(steps: int, highest: int) -> int:
+    """1 + 2 + ... over this many steps, none above ``highest``."""
+    rising = min(max(steps, 0), highest)
+    return rising * (rising + 1) // 2 + max(steps - highest, 0) * highest
 
 
 def flops(rows: int, columns: int) -> int:
@@ -288,19 +311,24 @@ def flops(rows: int, columns: int) -> int:
     return 7 * rows * columns
 
 
-def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
+def plan(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
     """The launches for contiguous, aligned scores [batch_size, num_heads, seq_len, key_len]."""
     batch = dimension(_NAME, dims, "batch_size")
     heads = dimension(_NAME, dims, "num_heads")
     queries = dimension(_NAME, dims, "seq_len")
     keys = dimension(_NAME, dims, "key_len", default=queries)
-    causal = bool(dims.pop("causal", False))
-    masked = bool(dims.pop("masked", False))
+    causal = require_flag(f"plan: {_NAME}", "causal", dims.pop("causal", False))
+    masked = require_flag(f"plan: {_NAME}", "masked", dims.pop("masked", False))
+    causal_offset = dimension(_NAME, dims, "causal_offset", lowest=-_LARGEST_OFFSET, default=0)
     itemsize = dtype_itemsize(_NAME, dims)
     refuse_unknown(_NAME, dims)
     rows = batch * heads * queries
+    refuse_too_many(_NAME, rows)
     documented = LaunchPlan(
-        "attention_softmax_kernel", (batch * heads, min(queries, 65535)), whole_warps(min(max(keys, 1), 1024)), 8
+        "attention_softmax_kernel",
+        (min(batch * heads, MOST_BLOCKS), min(queries, 65535)),
+        whole_warps(min(max(keys, 1), 1024)),
+        8,
     )
     launches = []
     if rows and keys:
@@ -311,7 +339,7 @@ def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
             launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, 0, blocks))
     mask_bytes = batch * keys * 4 if masked else 0
     size = rows * keys * itemsize
-    moved = bytes_moved(batch, heads, queries, keys, itemsize, mask_bytes, causal)
+    moved = bytes_moved(batch, heads, queries, keys, itemsize, mask_bytes, causal, causal_offset)
     return Plan(_NAME, documented, moved - size, size, documented.shared_bytes, launches)
 
 

@@ -22,7 +22,16 @@ from burt_numba.host.compiling import KernelSpec, compute_capability
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
 from burt_numba.host.operation import Answer, Operation, Request
-from burt_numba.host.plans import LaunchPlan, Plan, dimension, dtype_itemsize, refuse_unknown, whole_warps
+from burt_numba.host.plans import (
+    MOST_BLOCKS,
+    LaunchPlan,
+    Plan,
+    dimension,
+    dtype_itemsize,
+    refuse_too_many,
+    refuse_unknown,
+    whole_warps,
+)
 from burt_numba.host.rows import RowSegment, row_segments
 from burt_numba.softmax_launches import (
     RowShape,
@@ -37,6 +46,8 @@ from burt_numba.validation import validation_launch
 
 _NAME = "constrained_softmax"
 _LOGITS, _BOUNDS, _TEMPERATURE, _ENTROPY, _OUT = range(5)
+_SMALLEST_START, _LARGEST_START = 1e-35, 1e35
+"""Between these the search may start: its reciprocal and the range of gaps at it are float32 numbers."""
 _ENTROPY_BOUND, _TEMPERATURE_MIN, _TEMPERATURE_MAX, _MAX_ITERATIONS = range(4)
 
 
@@ -63,11 +74,13 @@ def constrained_softmax(
     Parameters
     ----------
     logits : array [..., C], float32 or float16
-        Of any family and any strides. -inf masks an element. NaN and +inf count as masked and are recorded.
+        Of any family and any strides (of whole elements). -inf masks an element. NaN and +inf count as masked and are
+        recorded.
     entropy_bound : float or array [...], float32
-        Nats; one for all rows, or one a row.
+        Nats; one for all rows (a number, or an array of no axes), or one a row.
     temperature_min, temperature_max : float
-        T starts at 1 clipped between them and is lowered to ``temperature_min`` at most.
+        T starts at 1 clipped between them and is lowered to ``temperature_min`` at most. The start must lie within
+        [1e-35, 1e35].
     max_iterations : int
         Evaluations of the entropy after the first. Where they do not suffice, the result is within the bound, but
         further below it.
@@ -121,6 +134,11 @@ def constrained_softmax(
         require_number(_NAME, "temperature_max", temperature_max, 0.0, strict=True),
         min(require_count(_NAME, "max_iterations", max_iterations, 1), 2**31 - 1),
     )
+    if numbers[1] > _LARGEST_START or numbers[2] < _SMALLEST_START:
+        raise BurtDimensionError(
+            f"{_NAME}: temperature_min, temperature_max: expected a range that reaches into "
+            f"[{_SMALLEST_START:g}, {_LARGEST_START:g}], got {temperature_min!r}, {temperature_max!r}"
+        )
     if numbers[1] > numbers[2]:
         raise BurtDimensionError(
             f"{_NAME}: temperature_min: expected at most temperature_max = {temperature_max!r}, got {temperature_min!r}"
@@ -216,6 +234,8 @@ def _answer(request: Request) -> Answer:
     leading = logits.shape[:-1]
     if bounds is not None:
         require_dtype(_NAME, "entropy_bound", bounds, ("float32",))
+        if not bounds.shape:  # one bound for all rows that lies where they do
+            bounds = bounds._replace(shape=leading, strides=(0,) * len(leading))
         require_shape(_NAME, "entropy_bound", bounds, leading)
     for name, extra in (("temperature_out", temperature), ("entropy_out", entropy)):
         if extra is not None:
@@ -288,13 +308,16 @@ def flops(rows: int, columns: int, evaluations: int) -> int:
     return rows * columns * (7 * evaluations + 6)
 
 
-def plan(*, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
+def plan(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
     """The launches for ``batch_size`` rows of ``num_classes`` logits, contiguous and aligned."""
     rows = dimension(_NAME, dims, "batch_size")
     columns = dimension(_NAME, dims, "num_classes", lowest=1)
     itemsize = dtype_itemsize(_NAME, dims)
     refuse_unknown(_NAME, dims)
-    documented = LaunchPlan("constrained_softmax_kernel", (rows,), whole_warps(min(columns, 1024)), 4 * columns)
+    refuse_too_many(_NAME, rows)
+    documented = LaunchPlan(
+        "constrained_softmax_kernel", (min(rows, MOST_BLOCKS),), whole_warps(min(columns, 1024)), 4 * columns
+    )
     launches = []
     for segment in row_segments((rows,), ((columns,),)) if rows else ():
         vector = 16 // itemsize if columns % (16 // itemsize) == 0 else 1

@@ -18,17 +18,18 @@ SPECIALISATIONS = (_attention_softmax_specialisations, _constrained_softmax_spec
 """What each part of the package can launch."""
 
 
-def plan(name: str, **dims: Any) -> Plan:
+def plan(name: str, *, compute_capability: tuple[int, int] = (9, 0), **dims: Any) -> Plan:
     """The documented launch, the launches really made, and the bytes touched, without launching.
 
     Parameters
     ----------
     name : str
         A public function.
+    compute_capability : (int, int)
+        Of the device that is asked about.
     **dims
         ``constrained_softmax``: batch_size, num_classes. ``attention_softmax``: batch_size, num_heads, seq_len
-        (queries), key_len (seq_len), masked (False), causal (False). Both: dtype ("float32"), compute_capability
-        ((9, 0)).
+        (queries), key_len (seq_len), masked (False), causal (False), causal_offset (0). Both: dtype ("float32").
 
     Returns
     -------
@@ -41,6 +42,12 @@ def plan(name: str, **dims: Any) -> Plan:
     >>> burt_numba.plan("constrained_softmax", batch_size=32, num_classes=1000).documented.shared_bytes
     4000
     """
-    if name not in _PLANS:
+    if not (
+        isinstance(compute_capability, tuple)
+        and len(compute_capability) == 2
+        and all(isinstance(number, int) for number in compute_capability)
+    ):
+        raise TypeError(f"plan: compute_capability: expected a pair such as (9, 0), got {compute_capability!r}")
+    if not isinstance(name, str) or name not in _PLANS:
         raise BurtDimensionError(f"plan: name: expected one of {', '.join(sorted(_PLANS))}, got {name!r}")
-    return _PLANS[name](**dims)
+    return _PLANS[name](compute_capability=compute_capability, **dims)

@@ -13,8 +13,8 @@ from burt_numba.softmax_launches import StridedRows
 _THREADS = 256
 _MOST_BLOCKS = 1 << 20
 
-_TOLERANCE = {"f4": 1e-5, "f2": 5e-3}
-"""Nats: how far rounding the probabilities to the output's type can move the entropy of a row that met its bound."""
+_ROUNDING = {"f4": (2.0**-23, 0.0), "f2": (2.0**-11, 2.0**-25)}
+"""How far rounding to the output's type moves a probability: in proportion to it, and at least."""
 
 
 def _kernel() -> KernelSpec:
@@ -49,7 +49,7 @@ def validation_launch(
         Number(segment.rows, "i4"),
         Number(columns, "i8"),
         bound,
-        Number(_TOLERANCE[dtype], "f4"),
+        *(Number(rounding, "f4") for rounding in _ROUNDING[dtype]),
         bounds.argument if bounds is not None else Array(None, "f4"),
         *segment.sizes(),
         Number(origin, "i8"),
@@ -62,5 +62,5 @@ def validation_launch(
 def validation_specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     """For the compile matrix."""
     for dtype in ("f4", "f2"):
-        numbers = ("i8", "i4", "i8", "f4", "f4")
+        numbers = ("i8", "i4", "i8", "f4", "f4", "f4")
         yield _kernel(), (f"{dtype}:1C", *numbers, "f4:1C", *("i4",) * 6, *("i8",) * 4, "i8:1C")

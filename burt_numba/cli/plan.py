@@ -53,7 +53,7 @@ def plan(operation: str, words: Sequence[str]) -> int:
     import burt_numba
 
     try:
-        planned = burt_numba.plan(operation, **dims)
+        planned = burt_numba.plan(operation, **dims)  # type: ignore[arg-type]
     except (TypeError, ValueError, MemoryError) as error:
         # Nothing runs here: whatever is refused are the user's sizes, by name or by value.
         raise UsageError(str(error)) from None

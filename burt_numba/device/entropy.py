@@ -67,6 +67,17 @@ def last_beta(temperature_min, beta):
 
 
 @cuda.jit(device=True)
+def temperature_of(beta, temperature_min, temperature_max):
+    """The temperature of a beta; at the ends of the range, what the caller gave and not the reciprocal of its own."""
+    lowest_beta = first_beta(temperature_min, temperature_max)
+    if beta <= lowest_beta:
+        return minimum(maximum(_ONE, temperature_min), temperature_max)
+    if beta >= _ONE / temperature_min:
+        return temperature_min
+    return _ONE / beta
+
+
+@cuda.jit(device=True)
 def gap_of(row_max, value, gap_limit):
     """(row_max - value) / ln 2, at most ``gap_limit``; a value of -inf gets the limit and so no weight."""
     return minimum((row_max - value) * LOG2_E, gap_limit)
@@ -135,10 +146,10 @@ def entropy_search(evaluate):
         total, first, second = evaluate(data, beta, phase)
         phase ^= 1
         entropy = entropy_of(total, first)
-        if entropy > bound:
+        # A bound of next to nothing is met within the tolerance, where there still is an entropy to search by.
+        limit = maximum(bound, _ACCEPT * UNREACHED_TOLERANCE)
+        if entropy > limit:
             lowest_accepted, aim = accepted_range(bound)
-            # A bound of next to nothing is met within the tolerance, where there still is an entropy to search by.
-            limit = maximum(bound, _ACCEPT * UNREACHED_TOLERANCE)
             low = beta
             high = highest_beta
             bracketed = False

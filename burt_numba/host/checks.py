@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from burt_numba.host.arrays import Description, family_of
 from burt_numba.host.errors import BurtDimensionError
@@ -55,10 +58,14 @@ def require_output(function: str, name: str, array: Description, shape: tuple[in
 
 
 def require_number(function: str, name: str, value: Any, lowest: float, strict: bool = False) -> float:
-    """A finite real number (an infinite one where it makes sense is the caller's to allow) not below ``lowest``."""
+    """A real number not below ``lowest``; infinity is one."""
     try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError
         number = float(value)
-    except (TypeError, ValueError):
+    except OverflowError:
+        raise BurtDimensionError(f"{function}: {name}: expected a number that a float holds, got {value!r}") from None
+    except Exception:  # whatever the conversion of another library's object raises
         raise TypeError(f"{function}: {name}: expected a number, got {type(value).__name__}") from None
     if math.isnan(number) or number < lowest or (strict and number == lowest):
         relation = "above" if strict else "of at least"
@@ -69,12 +76,19 @@ def require_number(function: str, name: str, value: Any, lowest: float, strict: 
 def require_count(function: str, name: str, value: Any, lowest: int) -> int:
     """An integer not below ``lowest``."""
     try:
-        number = value.__index__()
-    except AttributeError:
+        number = operator.index(value)
+    except TypeError:
         raise TypeError(f"{function}: {name}: expected an integer, got {type(value).__name__}") from None
     if number < lowest:
         raise BurtDimensionError(f"{function}: {name}: expected an integer of at least {lowest}, got {number}")
     return number
+
+
+def require_flag(function: str, name: str, value: Any) -> bool:
+    """True or False; integers and NumPy's booleans will do."""
+    if isinstance(value, (bool, int, np.bool_, np.integer)):
+        return bool(value)
+    raise TypeError(f"{function}: {name}: expected True or False, got {type(value).__name__}")
 
 
 def one_device(function: str, arrays: Sequence[tuple[str, Description]]) -> int | None:

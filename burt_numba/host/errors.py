@@ -69,6 +69,10 @@ class _Report(Exception):
             parts.append(f"code {int(code)} ({code.name}): {count} {what}")
         where = "" if self.first_index is None else f"; first at flat index {self.first_index} (code {int(self.code)})"
         super().__init__(f"{function}: {', '.join(parts)}{where}")
+        self._arguments = (function, counts, first)
+
+    def __reduce__(self) -> tuple[type[_Report], tuple[str, dict[BurtError, int], int | None]]:
+        return type(self), self._arguments
 
 
 class BurtWarning(_Report, RuntimeWarning):
@@ -197,7 +201,9 @@ class ErrorBuffer:
         found = self._cells.get(device)
         if found is None:
             with self._lock:
-                found = self._cells.setdefault(device, EventCells(device))
+                found = self._cells.get(device)
+                if found is None:
+                    found = self._cells[device] = EventCells(device)
         return found
 
     @property
@@ -256,7 +262,9 @@ class FunctionErrors:
         found = self._cells.get(device)
         if found is None:
             with self._lock:
-                found = self._cells.setdefault(device, EventCells(device))
+                found = self._cells.get(device)
+                if found is None:
+                    found = self._cells[device] = EventCells(device)
         return found
 
     def report(self, cells: EventCells, stacklevel: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from burt_numba.host import errors as reports
 from burt_numba.host.arrays import Description, Family, family_of, stream_handle
-from burt_numba.host.checks import describe, one_device
+from burt_numba.host.checks import describe, one_device, require_flag
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer, EventCells, FunctionErrors
 from burt_numba.host.launching import Launch, prepare
 from burt_numba.host.memory import current_device, device_context, device_count, is_capturing, is_current, synchronize
@@ -93,6 +93,7 @@ class Operation:
     ) -> Any:
         if errors is not None and not isinstance(errors, ErrorBuffer):
             raise TypeError(f"{self.name}: errors: expected an ErrorBuffer, got {type(errors).__name__}")
+        validate = require_flag(self.name, "validate_output", validate)
         keys: list[Any] = []
         pointers: list[int] = []
         for operand in operands:
@@ -165,6 +166,8 @@ class Operation:
     ) -> None:
         if SIMULATED:
             arrays = [None if o is None else family_of(o).as_numpy(o) for o in operands]  # type: ignore[union-attr]
+            if stream is not None:
+                stream_handle(stream)
             _launch_all(call.launches, arrays, numbers, cells, 0)
             return
         handle = call.family.stream(operands[0], call.device) if stream is None else stream_handle(stream)
@@ -239,7 +242,7 @@ class Operation:
             return out
         hosts = [None if o is None else _host_view(o) for o in operands]
         with cuda.gpus[call.device]:
-            copies = [None if h is None else cuda.to_device(np.ascontiguousarray(h)) for h in hosts]
+            copies = [None if h is None else cuda.to_device(np.asarray(h, order="C")) for h in hosts]
             self(tuple(copies), numbers, options, stream, errors, validate, stacklevel)
             if stream is not None:
                 synchronize(call.device)

@@ -28,7 +28,7 @@ class LaunchPlan:
 class Plan:
     """The documented launch of a function, the launches that it really makes, and the memory it touches (bytes).
 
-    ``temporary_bytes`` are the seed's: what its layout keeps beside input and output, which is shared memory.
+    ``temporary_bytes`` is what the documented layout counts beside input and output; no launch allocates anything.
     """
 
     name: str
@@ -44,6 +44,18 @@ class Plan:
         sizes = (("input", self.input_bytes), ("output", self.output_bytes), ("temporary", self.temporary_bytes))
         lines.append("  bytes       " + ", ".join(f"{name} {size:,}" for name, size in sizes))
         return "\n".join(lines)
+
+
+MOST_BLOCKS = 2**31 - 1
+"""Of a grid, along x; the documented kernels stride over the rest."""
+
+_MOST_ROWS = 2**40
+
+
+def refuse_too_many(name: str, rows: int) -> None:
+    """Raise for more rows than any memory holds."""
+    if rows > _MOST_ROWS:
+        raise BurtDimensionError(f"plan: {name}: expected at most 2**40 rows, got {rows}")
 
 
 def whole_warps(threads: int) -> int:

@@ -23,6 +23,7 @@ from burt_numba.device.entropy import (
     first_beta,
     gap_of,
     last_beta,
+    temperature_of,
 )
 from burt_numba.device.events import DIM_MISMATCH, ENTROPY_OVERFLOW, record_event
 from burt_numba.device.numeric import NEGATIVE_INFINITY, exp2, maximum
@@ -50,10 +51,10 @@ def _row_bound(row_bounds, place, entropy_bound, row, reports, errors):
 
 
 @cuda.jit(device=True)
-def _report_row(row, beta, entropy, bound, temperature_out, entropy_out, errors):
+def _report_row(row, beta, entropy, bound, temperature_min, temperature_max, temperature_out, entropy_out, errors):
     """One thread writes what is wanted about the row, and reports a bound that was out of reach."""
     if temperature_out.size > 0:
-        temperature_out[row] = _ONE / beta
+        temperature_out[row] = temperature_of(beta, temperature_min, temperature_max)
     if entropy_out.size > 0:
         entropy_out[row] = entropy
     if entropy > bound + UNREACHED_TOLERANCE:
@@ -132,7 +133,17 @@ def constrained_softmax_kernel(
         for column in range(thread, num_classes, threads):
             output[row, column] = exp2(-beta * _staged_gap(source, column)) * scale
         if thread == 0:
-            _report_row(row, beta, entropy, bound, temperature_out, entropy_out, errors)
+            _report_row(
+                row,
+                beta,
+                entropy,
+                bound,
+                np.float32(temperature_min),
+                np.float32(temperature_max),
+                temperature_out,
+                entropy_out,
+                errors,
+            )
 
 
 @cache
@@ -278,7 +289,17 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             beta, total, entropy, _phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
             # Before the row is written: a report takes its time, and the other warps need not wait for it.
             if reports:
-                _report_row(output_row, beta, entropy, bound, temperature_out, entropy_out, errors)
+                _report_row(
+                    output_row,
+                    beta,
+                    entropy,
+                    bound,
+                    temperature_min,
+                    temperature_max,
+                    temperature_out,
+                    entropy_out,
+                    errors,
+                )
             scale = _ONE / total if total > _ZERO else _ZERO
             for element in range(per_thread):
                 registers[element] = exp2(-beta * registers[element]) * scale
@@ -386,6 +407,8 @@ def streamed_kernel(blocks: int):
         for column in range(first_column, part_end, threads):
             output[output_offset + column] = exp2(-beta * _streamed_gap(source, column)) * scale
         if reports:
-            _report_row(output_row, beta, entropy, bound, temperature_out, entropy_out, errors)
+            _report_row(
+                output_row, beta, entropy, bound, temperature_min, temperature_max, temperature_out, entropy_out, errors
+            )
 
     return constrained_softmax_streamed_kernel

@@ -7,13 +7,16 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.events import ENTROPY_OVERFLOW, record_event
-from burt_numba.device.numeric import NEGATIVE_INFINITY, log
+from burt_numba.device.numeric import NEGATIVE_INFINITY, log, maximum
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import is_bad, report_bad_elements, row_offset, row_place
 from burt_numba.device.warp import FULL_MASK, any_lane
 
 _ZERO = np.float32(0.0)
-_block_sum = row_reductions(ANY_THREADS).sum
+_ONE = np.float32(1.0)
+_TOLERANCE = np.float32(1e-5)
+"""Nats: the search's own tolerance and the arithmetic here."""
+_block_sum3 = row_reductions(ANY_THREADS).sum3
 
 
 @cuda.jit
@@ -23,7 +26,8 @@ def distribution_check_kernel(
     rows,
     columns,
     entropy_bound,
-    tolerance,
+    rounding,
+    smallest_rounding,
     row_bounds,
     size1,
     magic1,
@@ -46,22 +50,26 @@ def distribution_check_kernel(
         offset = (first_row + row) * columns
         bad = False
         entropy = np.float64(0.0)
+        # How far rounding to the output's type can have moved the entropy: |dH| <= sum |dp| (1 - ln p).
+        slack = np.float64(0.0)
         for column in range(thread, columns, threads):
             probability = np.float32(distribution[offset + column])
             if is_bad(probability) or probability == NEGATIVE_INFINITY:
                 bad = True
             elif probability > _ZERO:
-                entropy -= np.float64(probability * log(probability))
+                logarithm = log(probability)
+                entropy -= np.float64(probability * logarithm)
+                slack += np.float64(maximum(probability * rounding, smallest_rounding) * (_ONE - logarithm))
         if any_lane(bad, FULL_MASK):
             report_bad_elements(
                 distribution, offset, np.int64(1), thread, 1, columns, threads, offset, errors, 32, FULL_MASK
             )
-        total = _block_sum(np.float32(entropy), scratch, scratch, phase)
+        total, allowed, _ = _block_sum3(np.float32(entropy), np.float32(slack), _ZERO, scratch, scratch, phase)
         phase ^= 1
         bound = entropy_bound
         if row_bounds.size > 0:
             place = row_place(row, size1, magic1, shift1, size2, magic2, shift2)
             own = row_bounds[bound_origin + row_offset(place, bound_stride0, bound_stride1, bound_stride2)]
             bound = own if own >= _ZERO else _ZERO
-        if thread == 0 and total > bound + tolerance:
+        if thread == 0 and total > bound + allowed + _TOLERANCE:
             record_event(errors, ENTROPY_OVERFLOW, 1, first_row + row)
