@@ -105,7 +105,8 @@ def attention_softmax(
            [0.5  , 0.5  , 0.   ],
            [0.333, 0.333, 0.333]], dtype=float32)
     """
-    causal = require_flag(_NAME, "causal", causal)
+    if causal is not False and causal is not True:
+        causal = require_flag(_NAME, "causal", causal)
     if causal_offset is not None:
         causal_offset = require_count(_NAME, "causal_offset", causal_offset, -_LARGEST_OFFSET)
         if causal_offset > _LARGEST_OFFSET:

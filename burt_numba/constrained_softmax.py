@@ -128,6 +128,23 @@ def constrained_softmax(
     bounds = None
     if not isinstance(entropy_bound, (float, int)) and family_of(entropy_bound) is not None:
         bounds, entropy_bound = entropy_bound, 0.0
+    try:
+        numbers = _known_numbers.get((entropy_bound, temperature_min, temperature_max, max_iterations))
+    except TypeError:  # not hashable: not a number either
+        numbers = None
+    if numbers is None:
+        numbers = _check_numbers(entropy_bound, temperature_min, temperature_max, max_iterations)
+    return _OPERATION((logits, bounds, temperature_out, entropy_out, out), numbers, (), stream, errors, validate_output)
+
+
+_known_numbers: dict[Any, tuple[float, float, float, int]] = {}
+"""Parameters that were checked before, by their values; a training run that lowers its bound fills it slowly."""
+_MOST_KNOWN_NUMBERS = 1024
+
+
+def _check_numbers(
+    entropy_bound: Any, temperature_min: Any, temperature_max: Any, max_iterations: Any
+) -> tuple[float, float, float, int]:
     numbers = (
         require_number(_NAME, "entropy_bound", entropy_bound, 0.0),
         require_number(_NAME, "temperature_min", temperature_min, 0.0, strict=True),
@@ -143,7 +160,10 @@ def constrained_softmax(
         raise BurtDimensionError(
             f"{_NAME}: temperature_min: expected at most temperature_max = {temperature_max!r}, got {temperature_min!r}"
         )
-    return _OPERATION((logits, bounds, temperature_out, entropy_out, out), numbers, (), stream, errors, validate_output)
+    if len(_known_numbers) >= _MOST_KNOWN_NUMBERS:
+        _known_numbers.clear()
+    _known_numbers[(entropy_bound, temperature_min, temperature_max, max_iterations)] = numbers
+    return numbers
 
 
 # --- launch choices -----------------------------------------------------------------------------------------------

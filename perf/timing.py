@@ -34,7 +34,7 @@ LONG_US = 10_000
 LEAST_REPLAYS, MOST_REPLAYS = 20, 100
 REPLAYS_US = 200_000
 """Replays beyond the least are added until they fill this."""
-CEILING_BYTES = 2 * 1024**3
+CEILING_BYTES = 256 * 1024**2
 """Size of the copied buffer that the copy ceiling is taken from."""
 
 Calls = Sequence[Callable[[], object]]

@@ -99,10 +99,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"burt-numba {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
-    info = commands.add_parser("info", help="versions, devices and their limits")
+    about = "versions, devices and their limits"
+    info = commands.add_parser("info", help=about, description=about)
     info.set_defaults(handler=_info)
 
-    check = commands.add_parser("check", help="hold every function against its float64 reference")
+    about = "hold every function against its float64 reference"
+    check = commands.add_parser("check", help=about, description=about)
     check.add_argument("--op", choices=OPERATIONS, metavar="NAME", help=f"one of: {', '.join(OPERATIONS)}")
     check.set_defaults(handler=_check)
 
@@ -111,15 +113,16 @@ def build_parser() -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="the launch and the memory of a call, without launching",
-        description="Example: burt-numba plan constrained_softmax --batch-size 32 --num-classes 50000",
+        description="Sizes of constrained_softmax: --batch-size --num-classes. Of attention_softmax: --batch-size "
+        "--num-heads --seq-len, and --key-len --masked --causal --causal-offset. Of both: --dtype --compute-capability. "
+        "Example: burt-numba plan constrained_softmax --batch-size 32 --num-classes 50000",
     )
     plan.add_argument("operation", choices=OPERATIONS, metavar="OP", help=f"one of: {', '.join(OPERATIONS)}")
-    plan.add_argument(
-        "dims", nargs=argparse.REMAINDER, metavar="--NAME VALUE", help="the sizes that burt_numba.plan takes"
-    )
+    plan.add_argument("dims", nargs=argparse.REMAINDER, metavar="SIZES", help="--NAME VALUE for each size, as above")
     plan.set_defaults(handler=_plan)
 
-    bench = commands.add_parser("bench", help="measure on the GPU (from a checkout)")
+    about = "measure on the GPU (from a checkout)"
+    bench = commands.add_parser("bench", help=about, description=about)
     bench.add_argument("--op", choices=OPERATIONS, metavar="NAME", help=f"one of: {', '.join(OPERATIONS)}")
     bench.set_defaults(handler=_bench)
     return parser

@@ -56,6 +56,6 @@ def plan(operation: str, words: Sequence[str]) -> int:
         planned = burt_numba.plan(operation, **dims)  # type: ignore[arg-type]
     except (TypeError, ValueError, MemoryError) as error:
         # Nothing runs here: whatever is refused are the user's sizes, by name or by value.
-        raise UsageError(str(error)) from None
+        raise UsageError(str(error).removeprefix("plan: ")) from None
     print(planned)
     return 0

@@ -72,6 +72,10 @@ class Family:
     def pointer(self, array: Any) -> int:
         raise NotImplementedError
 
+    def inspect(self, array: Any) -> tuple[tuple[Any, ...], int]:
+        """Key and pointer in one call, which is made for each operand of each call."""
+        return self.key(array), self.pointer(array)
+
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         raise NotImplementedError
 
@@ -193,15 +197,12 @@ class TorchFamily(Family):
         self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
     def key(self, array: Any) -> tuple[Any, ...]:
-        return (
-            "torch",
-            array.dtype,
-            array.shape,
-            array.stride(),
-            array.device,
-            array.is_neg(),
-            self._wants_gradient(array),
-        )
+        return self.inspect(array)[0]
+
+    def inspect(self, array: Any) -> tuple[tuple[Any, ...], int]:
+        wants_gradient = array.requires_grad and self._wants_gradient(array)
+        key = array.dtype, array.shape, array.stride(), array.device, array.is_neg(), wants_gradient
+        return key, array.data_ptr()
 
     def _wants_gradient(self, array: Any) -> bool:
         return array.requires_grad and self._torch.is_grad_enabled()
@@ -371,7 +372,8 @@ def stream_handle(stream: Any) -> int:
     raise TypeError(f"stream: expected a stream of Numba, CuPy, PyTorch or CUDA Python, or its handle, got {stream!r}")
 
 
-_families: dict[type, Family] = {}
+known_families: dict[type, Family] = {}
+"""The families of the types met so far."""
 _instances: dict[type[Family], Family] = {}
 
 
@@ -388,12 +390,12 @@ def TORCH_HOST() -> Family:
 
 def family_of(array: Any) -> Family | None:
     """The family that answers for an object, or None if it is no array."""
-    found = _families.get(type(array))
+    found = known_families.get(type(array))
     if found is not None:
         return found
     found = _find_family(array)
     if found is not None:
-        _families[type(array)] = found
+        known_families[type(array)] = found
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import sys
 import threading
@@ -132,15 +133,19 @@ class EventCells:
 
     def __init__(self, device: int) -> None:
         self.memory = EventMemory(device)
+        self.pointer = self.memory.pointer
         self.place_is_old = False
         """The device still holds a lowest place that was reported; the next launch must reset it first."""
         self._cells = self.memory.cells
         self._lock = threading.Lock()
         self._reported = list(self._cells)
+        # The same memory as bytes, which are compared faster than numbers.
+        self._bytes = (ctypes.c_char * ctypes.sizeof(self._cells)).from_buffer(self._cells)
+        self._reported_bytes = self._bytes.raw
 
     def changed(self) -> bool:
         """True when there is anything to report; costs well under a microsecond."""
-        return self._cells[:] != self._reported
+        return self._bytes.raw != self._reported_bytes
 
     def peek(self) -> tuple[dict[BurtError, int], int | None]:
         """Counts since the last report and the lowest ``8 * index + code``, without marking them as reported."""
@@ -168,6 +173,7 @@ class EventCells:
             if counts:
                 self._cells[0] = NO_EVENT
                 self._reported = [NO_EVENT, *now[1:]]
+                self._reported_bytes = bytes((ctypes.c_int64 * EVENT_CELLS)(*self._reported))
                 self.place_is_old = True
             return counts, first
 

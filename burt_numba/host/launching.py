@@ -185,10 +185,12 @@ class DeviceLaunch:
         start = ctypes.addressof(self._cells)
         self._parameters = (ctypes.c_void_p * len(values))(*(start + 8 * place for place in range(len(values))))
         self._lock = threading.Lock()
+        self._written_numbers: Sequence[float] | None = None
         handle = kernel_handle(launch.kernel, launch.types, device, launch.shared_bytes)
         self._function = driver.CUfunction(handle)
         self._launch = launch
         self._driver_launch = driver.cuLaunchKernel
+        self._success = driver.CUresult.CUDA_SUCCESS
         self._parameters_address = ctypes.addressof(self._parameters)
         self._geometry = (*launch.grid, 1, launch.block, 1, 1, launch.shared_bytes)
         self._config: Any = None
@@ -216,18 +218,20 @@ class DeviceLaunch:
             for place, operand, offset in self._pointers:
                 cells[place] = operands[operand] + offset
             if self._errors_cell >= 0:
-                cells[self._errors_cell] = errors.memory.pointer
-            for place, index, is_float in self._numbers:
-                if is_float:
-                    self._floats[2 * place] = numbers[index]
-                else:
-                    cells[place] = int(numbers[index])
+                cells[self._errors_cell] = errors.pointer
+            if numbers is not self._written_numbers:
+                for place, index, is_float in self._numbers:
+                    if is_float:
+                        self._floats[2 * place] = numbers[index]
+                    else:
+                        cells[place] = int(numbers[index])
+                self._written_numbers = numbers
             if self._config is None:
                 (error,) = self._driver_launch(self._function, *self._geometry, stream, self._parameters_address, 0)
             else:
                 self._config.hStream = stream
                 (error,) = self._driver_launch(self._config, self._function, self._parameters_address, 0)
-        if error != 0:
+        if error is not self._success:
             raise RuntimeError(f"{self._launch.kernel.name}: launch failed: {error.name}")
 
 

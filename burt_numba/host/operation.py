@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from burt_numba.host import errors as reports
-from burt_numba.host.arrays import Description, Family, family_of, stream_handle
+from burt_numba.host.arrays import Description, Family, family_of, known_families, stream_handle
 from burt_numba.host.checks import describe, one_device, require_flag
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer, EventCells, FunctionErrors
 from burt_numba.host.launching import Launch, prepare
@@ -55,6 +55,8 @@ class _Call:
     out_dtype: str
     overlaps: list[tuple[int, int, int, int, int, int, bool]] = field(default_factory=list)
     """(writer, its first and last byte, other, its first and last byte, the same memory is allowed)."""
+    cells: EventCells | None = None
+    """The function's own error buffer on the device."""
 
 
 class Operation:
@@ -93,7 +95,8 @@ class Operation:
     ) -> Any:
         if errors is not None and not isinstance(errors, ErrorBuffer):
             raise TypeError(f"{self.name}: errors: expected an ErrorBuffer, got {type(errors).__name__}")
-        validate = require_flag(self.name, "validate_output", validate)
+        if validate is not False and validate is not True:
+            validate = require_flag(self.name, "validate_output", validate)
         keys: list[Any] = []
         pointers: list[int] = []
         for operand in operands:
@@ -101,27 +104,24 @@ class Operation:
                 keys.append(None)
                 pointers.append(0)
                 continue
-            family = family_of(operand)
-            if family is None:
-                self._refuse(operands)
-                raise AssertionError("an operand without a family is refused")
             try:
-                keys.append(family.key(operand))
-                pointers.append(family.pointer(operand))
+                key, pointer = (known_families.get(type(operand)) or family_of(operand)).inspect(operand)  # type: ignore[union-attr]
             except Exception:
                 self._refuse(operands)
                 raise
+            keys.append(key)
+            pointers.append(pointer)
         alignment = 0
         for place in self._vectors:
             alignment |= pointers[place]
         aligned = alignment % VECTOR_BYTES == 0
-        key = (aligned, validate, options, *keys)
-        call = self._calls.get(key)
+        kind = (aligned, validate, options, *keys)
+        call = self._calls.get(kind)
         if call is None:
             call = self._prepare(operands, options, aligned, validate)
             if len(self._calls) >= _MOST_KINDS:
                 self._calls.clear()
-            self._calls[key] = call
+            self._calls[kind] = call
         out = operands[-1]
         if call.on_host and not SIMULATED:
             return self._run_on_copies(operands, call, numbers, options, stream, errors, validate, stacklevel + 2)
@@ -139,15 +139,22 @@ class Operation:
                     f"{self.name}: {self.names[writer]}: expected memory apart from {self.names[other]}, "
                     f"but the two overlap"
                 )
-        cells = (self.errors if errors is None else errors).cells(call.device)
-        if errors is None and cells.changed():
-            self.errors.report(cells, stacklevel)
+        if errors is not None:
+            cells = errors.cells(call.device)
+        else:
+            cells = call.cells or self._default_cells(call)
+            if cells.changed():
+                self.errors.report(cells, stacklevel)
         if call.launches:
             self._launch(call, operands, pointers, numbers, cells, stream)
             if errors is None and (SIMULATED or reports.is_synchronous()):
                 synchronize(call.device)
                 self.errors.report(cells, stacklevel)
         return out
+
+    def _default_cells(self, call: _Call) -> EventCells:
+        call.cells = self.errors.cells(call.device)
+        return call.cells
 
     def _refuse(self, operands: Sequence[Any]) -> None:
         """Raise the TypeError of the first operand that is no array."""
@@ -172,7 +179,10 @@ class Operation:
             return
         handle = call.family.stream(operands[0], call.device) if stream is None else stream_handle(stream)
         if is_current(call.device):
-            _launch_all(call.launches, pointers, numbers, cells, handle)
+            if len(call.launches) == 1 and not cells.place_is_old:
+                call.launches[0](pointers, numbers, cells, handle)
+            else:
+                _launch_all(call.launches, pointers, numbers, cells, handle)
         else:
             with device_context(call.device):
                 _launch_all(call.launches, pointers, numbers, cells, handle)
