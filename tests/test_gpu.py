@@ -126,7 +126,7 @@ def test_more_heads_than_a_grid_axis_takes_causal():
     assert relative_errors(out, expected).max() <= 5e-6
 
 
-# attention_softmax where its launch changes ------------------------------------------------------------------------------
+# attention_softmax where its launch changes -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", [1024, 1025, 2048, 2049])

@@ -114,7 +114,8 @@ def build_parser() -> argparse.ArgumentParser:
         "plan",
         help="the launch and the memory of a call, without launching",
         description="Sizes of constrained_softmax: --batch-size --num-classes. Of attention_softmax: --batch-size "
-        "--num-heads --seq-len, and --key-len --masked --causal --causal-offset. Of both: --dtype --compute-capability. "
+        "--num-heads --seq-len, and --key-len --masked --causal --causal-offset. "
+        "Of both: --dtype --compute-capability. "
         "Example: burt-numba plan constrained_softmax --batch-size 32 --num-classes 50000",
     )
     plan.add_argument("operation", choices=OPERATIONS, metavar="OP", help=f"one of: {', '.join(OPERATIONS)}")
