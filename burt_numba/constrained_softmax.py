@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from burt_numba.host.arrays import family_of
 from burt_numba.host.checks import (
     FLOATING,
@@ -160,9 +162,12 @@ def _check_numbers(
         raise BurtDimensionError(
             f"{_NAME}: temperature_min: expected at most temperature_max = {temperature_max!r}, got {temperature_min!r}"
         )
-    if len(_known_numbers) >= _MOST_KNOWN_NUMBERS:
-        _known_numbers.clear()
-    _known_numbers[(entropy_bound, temperature_min, temperature_max, max_iterations)] = numbers
+    given = entropy_bound, temperature_min, temperature_max, max_iterations
+    # A tensor of one element is a number too, but may hold another one the next time.
+    if all(isinstance(value, (float, int, np.generic)) for value in given):
+        if len(_known_numbers) >= _MOST_KNOWN_NUMBERS:
+            _known_numbers.clear()
+        _known_numbers[given] = numbers
     return numbers
 
 

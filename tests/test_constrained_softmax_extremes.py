@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from support import run_constrained, to_target
+from support import run_constrained, to_host, to_target
 
 import burt_numba
 from burt_numba import BurtDimensionError, BurtError
@@ -45,7 +45,17 @@ def test_widest_starts(lowest, highest):
 def test_one_bound_without_axes_holds_for_all_rows():
     logits = np.float32([[3, 2, 1, 0], [5, 2, 2, 1], [9, 8, 0, 0]])
     one = burt_numba.constrained_softmax(to_target(logits), to_target(np.float32(0.3).reshape(())))
-    assert np.array_equal(np.asarray(one), np.asarray(burt_numba.constrained_softmax(to_target(logits), 0.3)))
+    assert np.array_equal(to_host(one), to_host(burt_numba.constrained_softmax(to_target(logits), 0.3)))
+
+
+def test_parameters_are_read_anew_from_what_can_change():
+    lowest = np.full((), 0.5)
+    logits = to_target(np.float32([[3, 2, 1, 0]]))
+    errors = burt_numba.ErrorBuffer()
+    warm = to_host(burt_numba.constrained_softmax(logits, 0.2, lowest, errors=errors))
+    lowest[()] = 0.01
+    cold = to_host(burt_numba.constrained_softmax(logits, 0.2, lowest, errors=errors))
+    assert cold[0, 0] > 0.95 > warm[0, 0]
 
 
 @pytest.mark.parametrize(
