@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import numpy as np
-
 from burt_numba.backend import SIMULATED
 
 if SIMULATED:
@@ -128,8 +126,3 @@ else:
             return types.void(target, types.int64, registers, types.int64), codegen
 
         return store
-
-
-def vector_elements(dtype: np.dtype) -> int:
-    """Elements in 16 bytes."""
-    return 16 // np.dtype(dtype).itemsize

@@ -183,20 +183,8 @@ class EventCells:
         self.memory.forget_place(stream)
 
 
-class ErrorBuffer:
-    """Collects the events of the calls it is given to (``errors=buffer``), instead of warnings.
-
-    Reading ``code``, ``counts`` and ``first_index`` never waits: they hold what the device has written so far.
-    ``check()`` waits. Safe to use inside CUDA graph capture.
-
-    Examples
-    --------
-    >>> import numpy as np, burt_numba
-    >>> events = burt_numba.ErrorBuffer()
-    >>> p = burt_numba.constrained_softmax(np.zeros((2, 3), np.float32), errors=events)
-    >>> events.check().name, events.counts, events.first_index
-    ('ENTROPY_OVERFLOW', {<BurtError.ENTROPY_OVERFLOW: 3>: 2}, 0)
-    """
+class _DeviceBuffers:
+    """Error buffers, one a device, made with the first use there."""
 
     def __init__(self) -> None:
         self._cells: dict[int, EventCells] = {}
@@ -211,6 +199,22 @@ class ErrorBuffer:
                 if found is None:
                     found = self._cells[device] = EventCells(device)
         return found
+
+
+class ErrorBuffer(_DeviceBuffers):
+    """Collects the events of the calls it is given to (``errors=buffer``), instead of warnings.
+
+    Reading ``code``, ``counts`` and ``first_index`` never waits: they hold what the device has written so far.
+    ``check()`` waits. Safe to use inside CUDA graph capture.
+
+    Examples
+    --------
+    >>> import numpy as np, burt_numba
+    >>> events = burt_numba.ErrorBuffer()
+    >>> p = burt_numba.constrained_softmax(np.zeros((2, 3), np.float32), errors=events)
+    >>> events.check().name, events.counts, events.first_index
+    ('ENTROPY_OVERFLOW', {<BurtError.ENTROPY_OVERFLOW: 3>: 2}, 0)
+    """
 
     @property
     def counts(self) -> dict[BurtError, int]:
@@ -253,25 +257,15 @@ class ErrorBuffer:
             cells.renew(None)
 
 
-class FunctionErrors:
+class FunctionErrors(_DeviceBuffers):
     """The default buffers of one public function, one a device."""
 
     _all: ClassVar[weakref.WeakSet[FunctionErrors]] = weakref.WeakSet()
 
     def __init__(self, function: str) -> None:
+        super().__init__()
         self.function = function
-        self._cells: dict[int, EventCells] = {}
-        self._lock = threading.Lock()
         FunctionErrors._all.add(self)
-
-    def cells(self, device: int) -> EventCells:
-        found = self._cells.get(device)
-        if found is None:
-            with self._lock:
-                found = self._cells.get(device)
-                if found is None:
-                    found = self._cells[device] = EventCells(device)
-        return found
 
     def report(self, cells: EventCells, stacklevel: int) -> None:
         """Report by policy what the cells hold and nobody has reported."""

@@ -202,16 +202,12 @@ class Operation:
         empty = 0 in answer.out_shape
         launches = [] if empty or (on_host and not SIMULATED) else [prepare(x, place) for x in answer.launches]
         call = _Call(family, place, on_host, launches, answer.out_shape, answer.out_dtype)
-        itemsize = 2 if answer.out_dtype == "float16" else 4
-        count = 1
-        for size in answer.out_shape:
-            count *= size
         for writer in self._written:
             written = descriptions[writer]
-            is_out = writer == len(operands) - 1
-            if written is None and not is_out:
+            # What was not given overlaps nothing: it is absent, or memory that is still to be allocated.
+            if written is None:
                 continue
-            span = written.extent if written is not None else (0, count * itemsize)
+            is_out = writer == len(operands) - 1
             for other, description in enumerate(descriptions):
                 if other == writer or description is None or (other in self._written and other < writer):
                     continue
@@ -222,10 +218,7 @@ class Operation:
                     and description.dtype == answer.out_dtype
                     and description.shape == answer.out_shape
                 )
-                call.overlaps.append((writer, *span, other, *description.extent, same))
-        if operands[-1] is None:
-            # Fresh memory overlaps nothing.
-            call.overlaps = [o for o in call.overlaps if o[0] != len(operands) - 1]
+                call.overlaps.append((writer, *written.extent, other, *description.extent, same))
         return call
 
     def _run_on_copies(
@@ -273,7 +266,7 @@ def _launch_all(
     launches: Sequence[Any], operands: Any, numbers: Sequence[float], cells: EventCells, stream: int
 ) -> None:
     # In a graph the reset would be repeated by every replay, and forget places that nobody has seen.
-    if cells.place_is_old and not (not SIMULATED and is_capturing(stream)):
+    if cells.place_is_old and (SIMULATED or not is_capturing(stream)):
         cells.renew(stream)
     for launch in launches:
         launch(operands, numbers, cells, stream)
