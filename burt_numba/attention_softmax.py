@@ -116,15 +116,20 @@ def attention_softmax(
 
 # --- launch choices -----------------------------------------------------------------------------------------------
 
-_RESIDENT_THREADS = 1024
-_RESIDENT_THREADS_AT_EASE = 768
-"""Threads a multiprocessor holds at least: 64 registers each, or 80 where addresses are many: elements loaded one by
-one, or lanes that share a warp and load a mask."""
+
+def _resident_threads(vector: int, mask_kind: int) -> int:
+    """Threads a multiprocessor holds at least: the most that leave each the registers its kernel needs (80 to 48)."""
+    if vector == 1:
+        return 768
+    if mask_kind == _NO_MASK:
+        return 1280
+    return 1152 if vector == _HALF_VECTOR else 1024
+
+
+_HALF_VECTOR = 8
 
 
 def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
-    at_ease = vector == 1 or (shape.threads <= 32 and mask_kind != _NO_MASK)
-
     def build(*constants: int) -> Any:
         from burt_numba.kernels.attention_softmax import rows_kernel
 
@@ -134,7 +139,7 @@ def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
         "attention_softmax_rows",
         build,
         (shape.threads, shape.per_thread, vector, shape.blocks, mask_kind),
-        shape.launch_bounds(_RESIDENT_THREADS_AT_EASE if at_ease else _RESIDENT_THREADS),
+        shape.launch_bounds(_resident_threads(vector, mask_kind)),
         shape.blocks > 1,
     )
 

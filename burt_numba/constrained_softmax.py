@@ -39,8 +39,8 @@ from burt_numba.softmax_launches import (
     RowShape,
     StridedRows,
     choose_row_shape,
+    long_row_shape,
     row_shapes,
-    streamed_blocks,
     vector_columns,
 )
 from burt_numba.target import DOCUMENTED_THREADS, has_clusters
@@ -174,8 +174,8 @@ def _check_numbers(
 # --- launch choices -----------------------------------------------------------------------------------------------
 
 _RESIDENT_THREADS = 1024
-_RESIDENT_THREADS_IN_GROUPS = {True: 768, False: 640}
-"""Threads a multiprocessor holds at least: 64 registers each; where lanes share a warp 80 with vectors, 96 without."""
+_RESIDENT_THREADS_IN_GROUPS = 896
+"""Threads a multiprocessor holds at least: 64 registers each, or 72 where lanes share a warp."""
 
 
 def _kernel(shape: RowShape, vector: int) -> KernelSpec:
@@ -184,7 +184,7 @@ def _kernel(shape: RowShape, vector: int) -> KernelSpec:
 
         return rows_kernel(*constants)
 
-    resident = _RESIDENT_THREADS_IN_GROUPS[vector > 1] if shape.threads <= 32 else _RESIDENT_THREADS
+    resident = _RESIDENT_THREADS_IN_GROUPS if shape.threads <= 32 else _RESIDENT_THREADS
     return KernelSpec(
         "constrained_softmax_rows",
         build,
@@ -203,14 +203,13 @@ def _streamed(blocks: int) -> KernelSpec:
     return KernelSpec("constrained_softmax_streamed", build, (blocks,), (1024, 1), blocks > 1)
 
 
-def _choose(columns: int, rows: int, vector: int, capability: tuple[int, int]) -> tuple[KernelSpec, int, int, int]:
-    """(kernel, blocks a row, grid, threads a block)."""
-    clusters = has_clusters(capability)
-    shape = choose_row_shape(columns, rows, vector, clusters)
+def _choose(columns: int, rows: int, vector: int, capability: tuple[int, int]) -> tuple[KernelSpec, int, int, int, int]:
+    """(kernel, blocks a row, grid, threads a block, shared bytes)."""
+    shape = choose_row_shape(columns, rows, vector, has_clusters(capability))
     if shape is not None:
-        return _kernel(shape, vector), shape.blocks, shape.grid(rows), shape.block
-    blocks = streamed_blocks(columns, rows, clusters)
-    return _streamed(blocks), blocks, rows * blocks, 1024
+        return _kernel(shape, vector), shape.blocks, shape.grid(rows), shape.block, 0
+    blocks, shared_bytes = long_row_shape(columns, rows, capability)
+    return _streamed(blocks), blocks, rows * blocks, 1024, shared_bytes
 
 
 def _launch(
@@ -218,9 +217,12 @@ def _launch(
 ) -> Launch:
     columns = request.operands[_LOGITS].shape[-1]  # type: ignore[union-attr]
     total_rows = logits.rows
-    kernel, blocks, grid, threads = _choose(columns, segment.rows, vector, compute_capability(request.device))
-    size_type = "i8" if kernel.name.endswith("streamed") else "i4"
-    part = -(-columns // (blocks * vector)) * vector
+    capability = compute_capability(request.device)
+    kernel, blocks, grid, threads, shared_bytes = _choose(columns, segment.rows, vector, capability)
+    streamed = kernel.name.endswith("streamed")
+    size_type = "i8" if streamed else "i4"
+    granule = 1 if streamed else vector
+    part = -(-columns // (blocks * granule)) * granule
     logits_strides, bounds_strides = segment.strides
     rows_out = (total_rows,)
     arguments = (
@@ -245,7 +247,7 @@ def _launch(
         Array(_ENTROPY, "f4", rows_out) if request.operands[_ENTROPY] else Array(None, "f4"),
         Errors(),
     )
-    return Launch(kernel, (grid, 1), threads, arguments, cluster=blocks)
+    return Launch(kernel, (grid, 1), threads, arguments, shared_bytes, blocks)
 
 
 def _answer(request: Request) -> Answer:
@@ -346,8 +348,8 @@ def plan(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
     launches = []
     for segment in row_segments((rows,), ((columns,),)) if rows else ():
         vector = 16 // itemsize if columns % (16 // itemsize) == 0 else 1
-        kernel, blocks, grid, threads = _choose(columns, segment.rows, vector, compute_capability)
-        launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, 0, blocks))
+        kernel, blocks, grid, threads, shared_bytes = _choose(columns, segment.rows, vector, compute_capability)
+        launches.append(LaunchPlan(kernel.name + "_kernel", (grid,), threads, shared_bytes, blocks))
     size = rows * columns * itemsize
     return Plan(_NAME, documented, size, size, 0, launches)
 

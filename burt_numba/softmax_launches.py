@@ -9,7 +9,7 @@ from typing import NamedTuple
 from burt_numba.host.arrays import Description
 from burt_numba.host.errors import BurtDimensionError
 from burt_numba.host.launching import Array
-from burt_numba.target import GROUP_BLOCK, MAX_CLUSTER_BLOCKS
+from burt_numba.target import GROUP_BLOCK, MAX_CLUSTER_BLOCKS, has_clusters, most_shared_bytes
 
 _FEW_ROWS = 1024
 """Below this many rows, one warp a row leaves most of the device idle, and more threads shorten a row."""
@@ -69,9 +69,24 @@ def choose_row_shape(columns: int, rows: int, vector: int, clusters: bool) -> Ro
     return None
 
 
-def streamed_blocks(columns: int, rows: int, clusters: bool) -> int:
-    """Blocks a row for a row that is read from memory at each pass."""
-    return MAX_CLUSTER_BLOCKS if clusters and rows <= 128 and columns >= MAX_CLUSTER_BLOCKS * 4096 else 1
+_STATIC_SHARED_BYTES = 1024
+"""Of the kernels for long rows, at most; what is left of a block's shared memory holds a part of a row."""
+
+
+def long_row_shape(columns: int, rows: int, capability: tuple[int, int]) -> tuple[int, int]:
+    """(blocks a row, bytes of shared memory for a block's part of it) for a row that registers cannot hold.
+
+    0 bytes: shared memory cannot hold it either, and each pass reads it from memory.
+    """
+    blocks = MAX_CLUSTER_BLOCKS if has_clusters(capability) else 1
+    part_bytes = 4 * -(-columns // blocks)
+    if part_bytes <= most_shared_bytes(capability) - _STATIC_SHARED_BYTES:
+        return blocks, part_bytes
+    return (blocks if rows <= _FEW_LONG_ROWS else 1), 0
+
+
+_FEW_LONG_ROWS = 128
+"""Up to this many, one block a row leaves multiprocessors idle."""
 
 
 class StridedRows(NamedTuple):

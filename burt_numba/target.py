@@ -28,5 +28,14 @@ def has_clusters(capability: tuple[int, int]) -> bool:
     return (9, 0) <= capability < (12, 0)
 
 
+_SHARED_KILOBYTES = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163}
+_SHARED_KILOBYTES |= {(9, 0): 227, (10, 0): 227, (10, 1): 227, (10, 3): 227, (11, 0): 227}
+
+
+def most_shared_bytes(capability: tuple[int, int]) -> int:
+    """Shared memory that a block may ask for, opted in (CUDA C++ Programming Guide, "Compute Capabilities")."""
+    return _SHARED_KILOBYTES.get(capability, 99) * 1024
+
+
 SIMULATED_CAPABILITY = (9, 0)
 """The compute capability that the simulator stands for."""

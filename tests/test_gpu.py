@@ -4,13 +4,15 @@ Data is made and compared on the device, through PyTorch.
 """
 
 import threading
+from importlib import import_module
 
 import numpy as np
 import pytest
 
 import burt_numba
-from burt_numba import reference
+from burt_numba import reference, softmax_launches
 from burt_numba.backend import cuda
+from burt_numba.host import compiling
 
 pytestmark = pytest.mark.gpu_only("the simulator runs one block after another and has no hardware limits")
 torch = pytest.importorskip("torch")
@@ -102,6 +104,29 @@ def test_rows_around_the_shared_memory_limits(limit, step):
     expected = torch.softmax(logits.double() / temperature.double()[:, None], -1)
     assert relative_errors(out, expected).max() <= 5e-6
     assert (entropy(out) - 0.2).abs().max() <= 2e-5 + 1e-6
+
+
+@pytest.mark.parametrize("clusters", [True, False])
+@pytest.mark.parametrize("bound", [0.2, 20.0])
+def test_rows_that_shared_memory_just_holds(monkeypatch, clusters, bound):
+    """Up to the last column that fits, and one more; without clusters too, as on other devices."""
+    for module in (softmax_launches, import_module("burt_numba.constrained_softmax")):
+        monkeypatch.setattr(module, "has_clusters", lambda capability: clusters)
+    monkeypatch.setattr(import_module("burt_numba.constrained_softmax")._OPERATION, "_calls", {})
+    blocks = 8 if clusters else 1
+    longest = blocks * ((shared_memory_limit() - softmax_launches._STATIC_SHARED_BYTES) // 4)
+    for num_classes, is_staged in ((longest, True), (longest + 1, False), (longest // 2 + 3, True)):
+        assert softmax_launches.long_row_shape(num_classes, 9, (9, 0)) == (
+            blocks,
+            4 * -(-num_classes // blocks) if is_staged else 0,
+        )
+        logits = normal(9, num_classes)
+        logits[3, ::5] = -torch.inf
+        temperature = torch.empty(9, device="cuda")
+        out = burt_numba.constrained_softmax(logits, bound, temperature_out=temperature)
+        expected = torch.softmax(logits.double() / temperature.double()[:, None], -1)
+        assert relative_errors(out, expected).max() <= 5e-6
+        assert (entropy(out) <= bound + 1e-6).all()
 
 
 @pytest.mark.parametrize("rows", [65_535, 65_536, 70_000, 700_000])
@@ -266,6 +291,19 @@ def test_capture_on_the_default_path():
     with pytest.warns(burt_numba.BurtWarning, match="constrained_softmax"):
         burt_numba.check()
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("num_classes", [1000, 300_000])
+def test_first_call_inside_a_capture(monkeypatch, num_classes):
+    """Loading a kernel allocates, which a capture forbids unless it is told otherwise."""
+    monkeypatch.setattr(compiling, "_loaded", {})
+    monkeypatch.setattr(import_module("burt_numba.constrained_softmax")._OPERATION, "_calls", {})
+    logits, graph = normal(8, num_classes), torch.cuda.CUDAGraph()
+    out = torch.full_like(logits, torch.nan)
+    with torch.cuda.graph(graph):
+        burt_numba.constrained_softmax(logits, out=out, errors=burt_numba.ErrorBuffer())
+    graph.replay()
+    assert same_bits(out, burt_numba.constrained_softmax(logits))
 
 
 def test_second_device():

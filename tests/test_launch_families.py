@@ -26,11 +26,11 @@ EVERY_SHAPE = [
 ]
 
 
-def choose(monkeypatch, operation, shape, streamed_blocks=1):
+def choose(monkeypatch, operation, shape, long_row_shape=(1, 0)):
     """Let the operation spread its rows like this, and forget the choices that it made before."""
     module = import_module(f"burt_numba.{operation}")
     monkeypatch.setattr(module, "choose_row_shape", lambda *_, **__: shape)
-    monkeypatch.setattr(module, "streamed_blocks", lambda *_: streamed_blocks, raising=False)
+    monkeypatch.setattr(module, "long_row_shape", lambda *_: long_row_shape, raising=False)
     monkeypatch.setattr(module._OPERATION, "_calls", {})
 
 
@@ -66,8 +66,9 @@ def test_constrained_softmax_in_registers(monkeypatch, shape, odd, dtype):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("blocks", [1, 2, pytest.param(8, marks=pytest.mark.gpu_only("too slow in the simulator"))])
-def test_constrained_softmax_streamed(monkeypatch, blocks, dtype):
-    choose(monkeypatch, "constrained_softmax", None, blocks)
+@pytest.mark.parametrize("staged", [False, True])
+def test_constrained_softmax_of_long_rows(monkeypatch, blocks, staged, dtype):
+    choose(monkeypatch, "constrained_softmax", None, (blocks, 4 * -(-301 // blocks) if staged else 0))
     check_constrained(rows_of_every_kind(301, dtype)[[0, 3, 6]])
 
 

@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from burt_numba.host.memory import device_attribute, driver_call
+from burt_numba.host.memory import allowed_in_capture, device_attribute, device_context, driver_call
 from burt_numba.target import LOWEST_CAPABILITY, SIMULATED, SIMULATED_CAPABILITY, has_clusters
 
 _DTYPES = {"f4": "float32", "f2": "float16", "u1": "uint8", "i4": "int32", "i8": "int64"}
@@ -220,8 +220,12 @@ def kernel_handle(kernel: KernelSpec, types: tuple[str, ...], device: int, share
         handle = _loaded.get(specialisation)
         if handle is None:
             entry, code = machine_code(specialisation)
-            library = driver_call(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-            handle = int(driver_call(driver.cuLibraryGetKernel(library, entry.encode())))
+            # The first call may be inside a graph capture, and modules are loaded by the first use of a kernel.
+            with device_context(device), allowed_in_capture():
+                library = driver_call(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+                kernel_object = driver_call(driver.cuLibraryGetKernel(library, entry.encode()))
+                driver_call(driver.cuFuncLoad(driver_call(driver.cuKernelGetFunction(kernel_object))))
+            handle = int(kernel_object)
             _loaded[specialisation] = handle
         if shared_bytes > _DEFAULT_SHARED_BYTES - _STATIC_SHARED_ALLOWANCE:
             limit = device_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")

@@ -245,7 +245,14 @@ class Operation:
             return out
         hosts = [None if o is None else _host_view(o) for o in operands]
         with cuda.gpus[call.device]:
-            copies = [None if h is None else cuda.to_device(np.asarray(h, order="C")) for h in hosts]
+            copies = [
+                None
+                if host is None
+                else cuda.device_array(host.shape, host.dtype)
+                if place in self._written
+                else cuda.to_device(np.asarray(host, order="C"))
+                for place, host in enumerate(hosts)
+            ]
             self(tuple(copies), numbers, options, stream, errors, validate, stacklevel)
             if stream is not None:
                 synchronize(call.device)

@@ -167,6 +167,9 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
     block_bits = blocks.bit_length() - 1
     vectors = per_thread // vector
     stride = threads * vector
+    # Kept through a report of bad elements, a row takes registers from every launch. Element by element, though, the
+    # addresses of a second load take more.
+    reloads = vector > 1
     load = load_vector(vector)
     store = store_vector(vector)
     reductions = row_reductions(threads, blocks)
@@ -174,6 +177,30 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
     reduce_max, reduce_sum = reductions.maximum, reductions.sum
     read_pair = _pair_reader(mask_kind)
     apply_mask = _apply_boolean if mask_kind == BOOLEAN_MASK else _apply_additive
+
+    @cuda.jit(device=True)
+    def load_row(source, start, mask_start, columns, causal, registers, mask_registers):
+        """A thread's scores from ``start`` on, with their mask; -inf beyond the ``columns`` that it sees of the row."""
+        scores, _offset, column_stride, mask, _mask_offset, mask_column_stride = source
+        for part in range(vectors):
+            if part * stride < columns:
+                step = part * stride if vector > 1 else part * stride * column_stride
+                load(scores, start + step, registers, part * vector)
+                if mask_kind != NO_MASK:
+                    mask_step = part * stride if vector > 1 else part * stride * mask_column_stride
+                    load(mask, mask_start + mask_step, mask_registers, part * vector)
+            else:
+                for element in range(vector):
+                    registers[part * vector + element] = NEGATIVE_INFINITY
+                    mask_registers[part * vector + element] = _ZERO
+        if mask_kind != NO_MASK:
+            for element in range(per_thread):
+                registers[element] = apply_mask(registers[element], mask_registers[element])
+        if vector > 1 and causal:
+            # A vector across the diagonal holds keys that the query must not see.
+            for element in range(per_thread):
+                if (element // vector) * stride + element % vector >= columns:
+                    registers[element] = NEGATIVE_INFINITY
 
     @cuda.jit
     def attention_softmax_rows_kernel(
@@ -235,32 +262,19 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
                 query = np.int32(now - quotient(now, queries_magic, queries_shift) * num_queries)
                 visible = np.int32(min(max(query + causal_offset + 1, 0), part_end))
             first_column = np.int32(part_start + thread * vector)
-            for part in range(vectors):
-                column = np.int32(first_column + part * stride)
-                if column < visible:
-                    load(scores, offset + (column if vector > 1 else column * column_stride), registers, part * vector)
-                    if mask_kind != NO_MASK:
-                        mask_column = column if vector > 1 else column * mask_column_stride
-                        load(mask, mask_offset + mask_column, mask_registers, part * vector)
-                else:
-                    for element in range(vector):
-                        registers[part * vector + element] = NEGATIVE_INFINITY
-                        mask_registers[part * vector + element] = _ZERO
-            if mask_kind != NO_MASK:
-                for element in range(per_thread):
-                    registers[element] = apply_mask(registers[element], mask_registers[element])
-            if vector > 1 and causal:
-                # A vector across the diagonal holds keys that the query must not see.
-                for element in range(per_thread):
-                    if np.int32(first_column + (element // vector) * stride + element % vector) >= visible:
-                        registers[element] = NEGATIVE_INFINITY
+            source = (scores, offset, column_stride, mask, mask_offset, mask_column_stride)
+            # Counted from the thread's first column, the others are constants, which take no registers.
+            columns = np.int32(visible - first_column)
+            start = offset + (first_column if vector > 1 else first_column * column_stride)
+            mask_start = mask_offset + (first_column if vector > 1 else first_column * mask_column_stride)
+            load_row(source, start, mask_start, columns, causal, registers, mask_registers)
             bad = False
             for element in range(per_thread):
                 bad |= is_bad(registers[element])
             if any_lane(bad, lane_mask):
-                for element in range(per_thread):
-                    registers[element] = clean(registers[element])
-                source = (scores, offset, column_stride, mask, mask_offset, mask_column_stride)
+                if not reloads:
+                    for element in range(per_thread):
+                        registers[element] = clean(registers[element])
                 _report_bad_scores(
                     read_pair,
                     source,
@@ -273,6 +287,10 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
                     lanes,
                     lane_mask,
                 )
+                if reloads:
+                    load_row(source, start, mask_start, columns, causal, registers, mask_registers)
+                    for element in range(per_thread):
+                        registers[element] = clean(registers[element])
             row_max = -FLOAT32_MAX
             for element in range(per_thread):
                 row_max = maximum(row_max, registers[element])
@@ -285,10 +303,10 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
             factor = _ONE / total if total > _ZERO else _ZERO
             for element in range(per_thread):
                 registers[element] *= factor
+            columns = np.int32(part_end - first_column)
             for part in range(vectors):
-                column = np.int32(first_column + part * stride)
-                if column < part_end:
-                    store(output, output_offset + column, registers, part * vector)
+                if part * stride < columns:
+                    store(output, output_offset + first_column + part * stride, registers, part * vector)
 
     return attention_softmax_rows_kernel
 

@@ -62,17 +62,43 @@ def _report_row(row, beta, entropy, bound, temperature_min, temperature_max, tem
 
 
 @cuda.jit(device=True)
-def _staged_gap(source, column):
-    """A gap of the documented kernel: from shared memory, or from the row where that is too short."""
-    logits, row, num_classes, staged, row_max, gap_limit = source
-    if staged.size >= num_classes:
-        return staged[column]
-    return gap_of(row_max, clean(np.float32(logits[row, column])), gap_limit)
+def _scan_row(logits, offset, column_stride, staged, first, end, step, part_start, part_size):
+    """A thread reads its columns of a part of a row: (their maximum, whether any is NaN or +inf).
+
+    They are kept in shared memory where that holds the whole part.
+    """
+    bad = False
+    row_max = NEGATIVE_INFINITY
+    for column in range(first, end, step):
+        value = np.float32(logits[offset + column * column_stride])
+        bad |= is_bad(value)
+        value = clean(value)
+        row_max = maximum(row_max, value)
+        if staged.size >= part_size:
+            staged[column - part_start] = value
+    return row_max, bad
+
+
+@cuda.jit(device=True)
+def _stage_gaps(staged, first, end, step, part_start, part_size, row_max, gap_limit):
+    """The staged logits become gaps. No barrier before: a thread reads back only the columns it wrote."""
+    if staged.size >= part_size:
+        for column in range(first, end, step):
+            staged[column - part_start] = gap_of(row_max, staged[column - part_start], gap_limit)
+
+
+@cuda.jit(device=True)
+def _scanned_gap(source, column):
+    """A gap of a row that was scanned: from shared memory, or from the row where that is too short."""
+    logits, offset, column_stride, staged, part_start, part_size, row_max, gap_limit = source
+    if staged.size >= part_size:
+        return staged[column - part_start]
+    return gap_of(row_max, clean(np.float32(logits[offset + column * column_stride])), gap_limit)
 
 
 _block = row_reductions(ANY_THREADS)
 _block_max = _block.maximum
-_search_staged = entropy_search(column_sums(_staged_gap, _block.sum3))
+_search_scanned = entropy_search(column_sums(_scanned_gap, _block.sum3))
 
 
 @cuda.jit(launch_bounds=DOCUMENTED_THREADS)
@@ -106,32 +132,22 @@ def constrained_softmax_kernel(
     phase = 0
     for row in range(cuda.blockIdx.x, batch_size, cuda.gridDim.x):
         bound = _row_bound(row_bounds, row, np.float32(entropy_bound), row, thread == 0, errors)
-        row_max = NEGATIVE_INFINITY
-        bad = False
-        for column in range(thread, num_classes, threads):
-            value = np.float32(logits[row, column])
-            bad |= is_bad(value)
-            value = clean(value)
-            row_max = maximum(row_max, value)
-            if staged.size >= num_classes:
-                staged[column] = value
+        row_logits = logits[row]
+        row_max, bad = _scan_row(row_logits, 0, 1, staged, thread, num_classes, threads, 0, num_classes)
         if any_lane(bad, FULL_MASK):
             flat_offset = np.int64(row) * num_classes
-            report_bad_elements(logits[row], 0, 1, thread, 1, num_classes, threads, flat_offset, errors, 32, FULL_MASK)
+            report_bad_elements(row_logits, 0, 1, thread, 1, num_classes, threads, flat_offset, errors, 32, FULL_MASK)
         row_max = _block_max(row_max, scratch, scratch, phase)
         phase ^= 1
         if row_max == NEGATIVE_INFINITY:
             row_max = _ZERO
-        # No barrier round the staging: a thread reads back only the columns it wrote.
-        if staged.size >= num_classes:
-            for column in range(thread, num_classes, threads):
-                staged[column] = gap_of(row_max, staged[column], gap_limit)
-        source = (logits, row, num_classes, staged, row_max, gap_limit)
+        _stage_gaps(staged, thread, num_classes, threads, 0, num_classes, row_max, gap_limit)
+        source = (row_logits, 0, 1, staged, 0, num_classes, row_max, gap_limit)
         data = (source, np.int64(thread), np.int64(num_classes), np.int64(threads), scratch, scratch)
-        beta, total, entropy, phase = _search_staged(data, bound, lowest_beta, highest_beta, max_iterations, phase)
+        beta, total, entropy, phase = _search_scanned(data, bound, lowest_beta, highest_beta, max_iterations, phase)
         scale = _ONE / total if total > _ZERO else _ZERO
         for column in range(thread, num_classes, threads):
-            output[row, column] = exp2(-beta * _staged_gap(source, column)) * scale
+            output[row, column] = exp2(-beta * _scanned_gap(source, column)) * scale
         if thread == 0:
             _report_row(
                 row,
@@ -166,6 +182,9 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
     block_bits = blocks.bit_length() - 1
     vectors = per_thread // vector
     stride = threads * vector
+    # Kept through a report of bad elements, a row takes registers from every launch. Element by element, though, the
+    # addresses of a second load take more.
+    reloads = vector > 1
     load = load_vector(vector)
     store = store_vector(vector)
     reductions = row_reductions(threads, blocks)
@@ -192,6 +211,17 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
         return reduce_sum3(total, first, second, scratch, exchange, phase)
 
     search = entropy_search(evaluate)
+
+    @cuda.jit(device=True)
+    def load_row(logits, start, column_stride, columns, registers):
+        """A thread's logits from ``start`` on; -inf beyond the ``columns`` that are left of the row."""
+        for part in range(vectors):
+            if part * stride < columns:
+                step = part * stride if vector > 1 else part * stride * column_stride
+                load(logits, start + step, registers, part * vector)
+            else:
+                for element in range(vector):
+                    registers[part * vector + element] = NEGATIVE_INFINITY
 
     @cuda.jit
     def constrained_softmax_rows_kernel(
@@ -240,25 +270,22 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             mask = group_mask(lanes)
             place = row_place(row, size1, magic1, shift1, size2, magic2, shift2)
             offset = origin + row_offset(place, stride0, stride1, stride2)
+            bound_place = bound_origin + row_offset(place, bound_stride0, bound_stride1, bound_stride2)
             output_row = first_row + row
-            output_offset = output_row * num_classes
             part_start = np.int32(block_rank() * part_size)
             part_end = np.int32(min(part_start + part_size, num_classes))
             first_column = np.int32(part_start + thread * vector)
             bad = False
-            row_max = NEGATIVE_INFINITY
-            for part in range(vectors):
-                column = np.int32(first_column + part * stride)
-                if column < part_end:
-                    load(logits, offset + (column if vector > 1 else column * column_stride), registers, part * vector)
-                else:
-                    for element in range(vector):
-                        registers[part * vector + element] = NEGATIVE_INFINITY
+            # Counted from the thread's first column, the others are constants, which take no registers.
+            columns = np.int32(part_end - first_column)
+            start = offset + (first_column if vector > 1 else first_column * column_stride)
+            load_row(logits, start, column_stride, columns, registers)
             for element in range(per_thread):
                 bad |= is_bad(registers[element])
             if any_lane(bad, mask):
-                for element in range(per_thread):
-                    registers[element] = clean(registers[element])
+                if not reloads:
+                    for element in range(per_thread):
+                        registers[element] = clean(registers[element])
                 report_bad_elements(
                     logits,
                     offset,
@@ -267,18 +294,22 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
                     vector,
                     np.int64(part_end),
                     np.int64(stride),
-                    output_offset,
+                    output_row * num_classes,
                     errors,
                     lanes,
                     mask,
                 )
+                if reloads:
+                    load_row(logits, start, column_stride, columns, registers)
+                    for element in range(per_thread):
+                        registers[element] = clean(registers[element])
+            row_max = NEGATIVE_INFINITY
             for element in range(per_thread):
                 row_max = maximum(row_max, registers[element])
             row_max = reduce_max(row_max, scratch, exchange, 0)
             if row_max == NEGATIVE_INFINITY:
                 row_max = _ZERO
             reports = thread == 0 and part_start == 0
-            bound_place = bound_origin + row_offset(place, bound_stride0, bound_stride1, bound_stride2)
             bound = _row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
             lowest_beta = first_beta(temperature_min, temperature_max)
             highest_beta = last_beta(temperature_min, lowest_beta)
@@ -301,32 +332,26 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
                     errors,
                 )
             scale = _ONE / total if total > _ZERO else _ZERO
+            output_offset = output_row * num_classes
             for element in range(per_thread):
                 registers[element] = exp2(-beta * registers[element]) * scale
             for part in range(vectors):
-                column = np.int32(first_column + part * stride)
-                if column < part_end:
-                    store(output, output_offset + column, registers, part * vector)
+                if part * stride < columns:
+                    store(output, output_offset + first_column + part * stride, registers, part * vector)
 
     return constrained_softmax_rows_kernel
 
 
-@cuda.jit(device=True)
-def _streamed_gap(source, column):
-    """A gap of a row that is read from global memory each time."""
-    logits, offset, column_stride, row_max, gap_limit = source
-    return gap_of(row_max, clean(np.float32(logits[offset + column * column_stride])), gap_limit)
-
-
 @cache
 def streamed_kernel(blocks: int):
-    """The kernel for rows that no register file holds: ``blocks`` blocks a row read their part again each time.
+    """The kernel for rows that no register file holds: ``blocks`` blocks a row, each with a part of it.
 
+    A part lies in dynamic shared memory, 4 bytes a column; launched with less, a block reads its part again each time.
     Its arguments are those of the kernel from ``rows_kernel``, with 64-bit sizes.
     """
     reductions = row_reductions(MAX_WARPS * 32, blocks)
     begin_row, block_rank, reduce_max = reductions.begin, reductions.rank, reductions.maximum
-    search = entropy_search(column_sums(_streamed_gap, reductions.sum3))
+    search = entropy_search(column_sums(_scanned_gap, reductions.sum3))
 
     @cuda.jit
     def constrained_softmax_streamed_kernel(
@@ -362,6 +387,7 @@ def streamed_kernel(blocks: int):
     ):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
+        staged = cuda.shared.array(0, np.float32)
         begin_row()
         row = cuda.blockIdx.x // blocks
         place = row_place(row, size1, magic1, shift1, size2, magic2, shift2)
@@ -372,12 +398,9 @@ def streamed_kernel(blocks: int):
         part_start = np.int64(block_rank()) * part_size
         part_end = min(part_start + part_size, num_classes)
         first_column = part_start + cuda.threadIdx.x
-        bad = False
-        row_max = NEGATIVE_INFINITY
-        for column in range(first_column, part_end, threads):
-            value = np.float32(logits[offset + column * column_stride])
-            bad |= is_bad(value)
-            row_max = maximum(row_max, clean(value))
+        row_max, bad = _scan_row(
+            logits, offset, column_stride, staged, first_column, part_end, threads, part_start, part_size
+        )
         if any_lane(bad, FULL_MASK):
             report_bad_elements(
                 logits,
@@ -400,12 +423,14 @@ def streamed_kernel(blocks: int):
         bound = _row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)
-        source = (logits, offset, column_stride, row_max, GAP_RANGE / lowest_beta)
+        gap_limit = GAP_RANGE / lowest_beta
+        _stage_gaps(staged, first_column, part_end, threads, part_start, part_size, row_max, gap_limit)
+        source = (logits, offset, column_stride, staged, part_start, part_size, row_max, gap_limit)
         data = (source, first_column, part_end, threads, scratch, exchange)
         beta, total, entropy, _phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
         scale = _ONE / total if total > _ZERO else _ZERO
         for column in range(first_column, part_end, threads):
-            output[output_offset + column] = exp2(-beta * _streamed_gap(source, column)) * scale
+            output[output_offset + column] = exp2(-beta * _scanned_gap(source, column)) * scale
         if reports:
             _report_row(
                 output_row, beta, entropy, bound, temperature_min, temperature_max, temperature_out, entropy_out, errors

@@ -49,7 +49,9 @@ def selp(test: Any, if_true: Any, if_false: Any) -> Any:
 
 
 def cbrt(value: Any) -> Any:
-    return np.cbrt(value) if isinstance(value, np.floating) else float(np.cbrt(value))
+    # In float64 whatever the type: NumPy's vectorised float32 routine is an ulp off on some processors.
+    root = np.cbrt(np.float64(value))
+    return type(value)(root) if isinstance(value, np.floating) else float(root)
 
 
 def _odd_sum(product: float, addend: float) -> float:
