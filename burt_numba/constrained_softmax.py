@@ -174,8 +174,8 @@ def _check_numbers(
 # --- launch choices -----------------------------------------------------------------------------------------------
 
 _RESIDENT_THREADS = 1024
-_RESIDENT_THREADS_IN_GROUPS = 896
-"""Threads a multiprocessor holds at least: 64 registers each, or 72 where lanes share a warp."""
+_RESIDENT_THREADS_IN_GROUPS = {True: 896, False: 640}
+"""Threads a multiprocessor holds at least: 64 registers each; where lanes share a warp 72 with vectors, 96 without."""
 
 
 def _kernel(shape: RowShape, vector: int) -> KernelSpec:
@@ -184,7 +184,7 @@ def _kernel(shape: RowShape, vector: int) -> KernelSpec:
 
         return rows_kernel(*constants)
 
-    resident = _RESIDENT_THREADS_IN_GROUPS if shape.threads <= 32 else _RESIDENT_THREADS
+    resident = _RESIDENT_THREADS_IN_GROUPS[vector > 1] if shape.threads <= 32 else _RESIDENT_THREADS
     return KernelSpec(
         "constrained_softmax_rows",
         build,

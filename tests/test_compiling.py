@@ -392,7 +392,7 @@ def test_no_thread_leaves_before_a_barrier():
     """A return or continue around a barrier hangs or races on a GPU: numba/numba#9770, #1626, #2655."""
     known = waiting_functions(DEVICE)
     constrained = known["kernels/constrained_softmax.py"]
-    assert {"block_sum3", "cluster_max", "reduce_max", "search", "_search_staged"} <= constrained
+    assert {"block_sum3", "cluster_max", "reduce_max", "search", "_search_scanned"} <= constrained
     assert not {"exp2", "record_event", "load"} & constrained
     assert {name: lines for name, tree in DEVICE.items() if (lines := early_exits(tree, known[name]))} == {}
     wrong = "@cuda.jit\ndef kernel(a):\n if a:\n  return\n for i in a:\n  if i:\n   continue\n  reduce_max(i)\n return"

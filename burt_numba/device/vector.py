@@ -1,8 +1,11 @@
-"""Loads and stores of up to 16 bytes between global memory and registers (a local array with constant indices).
+"""Loads and stores of up to 16 bytes between global memory and registers (local arrays with constant indices).
 
-``load_vector(count)`` and ``store_vector(count)`` give a device function for vectors of that many elements, whatever
-the element type: float32 and float16 (converted to and from float32) and uint8 (a boolean mask). The address must be
-a multiple of the vector's bytes, or of 16 where that is less.
+``load_vector(count)``, ``unpack_vector(count)`` and ``store_vector(count)`` give device functions for vectors of that
+many elements, whatever the element type: float32 and float16 (converted to and from float32) and uint8 (a boolean
+mask). The address must be a multiple of the vector's bytes, or of 16 where that is less.
+
+A load leaves the words as they are in memory, since a conversion would wait for them: a thread first starts all its
+loads, then unpacks. A vector takes ``count`` words of the local array, more than it needs where elements are small.
 """
 
 from __future__ import annotations
@@ -12,28 +15,42 @@ from functools import cache
 from burt_numba.backend import SIMULATED
 
 if SIMULATED:
-
-    def _simulated_load(source, index, registers, first, count):
-        if index < 0 or index + count > source.size:
-            raise IndexError(f"vector load of {count} elements at {index} of an array of {source.size}")
-        registers[first : first + count] = source[index : index + count]
-
-    def _simulated_store(target, index, registers, first, count):
-        if index < 0 or index + count > target.size:
-            raise IndexError(f"vector store of {count} elements at {index} of an array of {target.size}")
-        target[index : index + count] = registers[first : first + count]
+    import numpy as np
 
     @cache
     def load_vector(count: int):
-        def load(source, index, registers, first):
-            _simulated_load(source, index, registers, first, count)
+        def load(source, index, words, first):
+            if index < 0 or index + count > source.size:
+                raise IndexError(f"vector load of {count} elements at {index} of an array of {source.size}")
+            raw = np.zeros(count, np.uint32).view(source.dtype)
+            raw[:count] = source[index : index + count]
+            words[first : first + count] = raw.view(np.uint32)
 
         return load
 
     @cache
+    def fill_vector(count: int):
+        def fill(source, words, first):
+            value = 0 if source.dtype == np.uint8 else -np.inf
+            words[first : first + count] = np.full(4 * count // source.dtype.itemsize, value, source.dtype).view(
+                np.uint32
+            )
+
+        return fill
+
+    @cache
+    def unpack_vector(count: int):
+        def unpack(source, words, registers, first):
+            registers[first : first + count] = words[first : first + count].view(source.dtype)[:count]
+
+        return unpack
+
+    @cache
     def store_vector(count: int):
         def store(target, index, registers, first):
-            _simulated_store(target, index, registers, first, count)
+            if index < 0 or index + count > target.size:
+                raise IndexError(f"vector store of {count} elements at {index} of an array of {target.size}")
+            target[index : index + count] = registers[first : first + count]
 
         return store
 
@@ -44,12 +61,14 @@ else:
     from burt_numba.backend import types
 
     _WORD = ir.IntType(32)
+    _INDEX = ir.IntType(64)
     _LLVM_ELEMENT = {
         types.float32: ir.FloatType(),
         types.float16: ir.HalfType(),
         types.uint8: ir.IntType(8),
     }
     _BYTES = {types.float32: 4, types.float16: 2, types.uint8: 1}
+    _FILL = {types.float32: 0xFF800000, types.float16: 0xFC00FC00, types.uint8: 0}
 
     def _element_pointer(context, builder, array_type, array, index):
         struct = context.make_array(array_type)(context, builder, array)
@@ -65,37 +84,87 @@ else:
         piece = min(count, 16 // _BYTES[element_type])
         return piece, count // piece
 
+    def _vector_words(element_type, count):
+        """The 32-bit words that hold a vector; one where it is shorter than a word."""
+        return max(count * _BYTES[element_type] // 4, 1)
+
     @cache
     def load_vector(count: int):
         @intrinsic
-        def load(typingctx, source, index, registers, first):
+        def load(typingctx, source, index, words, first):
+            """Elements ``index``, ... of an array into the words from ``first``."""
             element = source.dtype
             piece, pieces = _aligned_pieces(element, count)
 
             def codegen(context, builder, signature, args):
-                source_value, index_value, registers_value, first_value = args
+                source_value, index_value, words_value, first_value = args
                 pointer = _element_pointer(context, builder, source, source_value, index_value)
-                target = _element_pointer(context, builder, registers, registers_value, first_value)
-                words = _words(element, piece)
-                lanes = ir.VectorType(_LLVM_ELEMENT[element], piece)
-                base = builder.bitcast(pointer, words.as_pointer())
+                target = _element_pointer(context, builder, words, words_value, first_value)
+                raw = _words(element, piece)
+                base = builder.bitcast(pointer, raw.as_pointer())
+                piece_words = _vector_words(element, piece)
                 for part in range(pieces):
-                    load_of = builder.load(builder.gep(base, [ir.Constant(ir.IntType(64), part)]))
-                    load_of.align = piece * _BYTES[element]
-                    values = builder.bitcast(load_of, lanes)
-                    for lane in range(piece):
-                        value = builder.extract_element(values, ir.Constant(_WORD, lane))
-                        if element == types.float16:
-                            value = builder.fpext(value, ir.FloatType())
-                        elif element == types.uint8:
-                            value = builder.uitofp(value, ir.FloatType())
-                        place = builder.gep(target, [ir.Constant(ir.IntType(64), part * piece + lane)])
-                        builder.store(value, place)
+                    loaded = builder.load(builder.gep(base, [ir.Constant(_INDEX, part)]))
+                    loaded.align = piece * _BYTES[element]
+                    for word in range(piece_words):
+                        value = loaded
+                        if isinstance(raw, ir.VectorType):
+                            value = builder.extract_element(loaded, ir.Constant(_WORD, word))
+                        elif raw.width < 32:
+                            value = builder.zext(loaded, _WORD)
+                        builder.store(value, builder.gep(target, [ir.Constant(_INDEX, part * piece_words + word)]))
                 return context.get_dummy_value()
 
-            return types.void(source, types.int64, registers, types.int64), codegen
+            return types.void(source, types.int64, words, types.int64), codegen
 
         return load
+
+    @cache
+    def fill_vector(count: int):
+        @intrinsic
+        def fill(typingctx, source, words, first):
+            """-inf (0 in a boolean mask) in place of a vector of the array's type."""
+            element = source.dtype
+
+            def codegen(context, builder, signature, args):
+                _source_value, words_value, first_value = args
+                target = _element_pointer(context, builder, words, words_value, first_value)
+                filled = ir.Constant(_WORD, _FILL[element])
+                for word in range(_vector_words(element, count)):
+                    builder.store(filled, builder.gep(target, [ir.Constant(_INDEX, word)]))
+                return context.get_dummy_value()
+
+            return types.void(source, words, types.int64), codegen
+
+        return fill
+
+    @cache
+    def unpack_vector(count: int):
+        @intrinsic
+        def unpack(typingctx, source, words, registers, first):
+            """The vector of the array's type in the words from ``first`` as float32, in the registers from there."""
+            element = source.dtype
+            bits = 8 * _BYTES[element]
+            lanes = 32 // bits
+
+            def codegen(context, builder, signature, args):
+                _source_value, words_value, registers_value, first_value = args
+                origin = _element_pointer(context, builder, words, words_value, first_value)
+                target = _element_pointer(context, builder, registers, registers_value, first_value)
+                for place in range(count):
+                    word = builder.load(builder.gep(origin, [ir.Constant(_INDEX, place // lanes)]))
+                    packed = builder.bitcast(word, ir.VectorType(_LLVM_ELEMENT[element], lanes))
+                    value = builder.extract_element(packed, ir.Constant(_WORD, place % lanes))
+                    if element == types.float16:
+                        value = builder.fpext(value, ir.FloatType())
+                    elif element == types.uint8:
+                        value = builder.uitofp(value, ir.FloatType())
+                    builder.store(value, builder.gep(target, [ir.Constant(_INDEX, place)]))
+                return context.get_dummy_value()
+
+            return types.void(source, words, registers, types.int64), codegen
+
+        return unpack
 
     @cache
     def store_vector(count: int):
@@ -114,12 +183,12 @@ else:
                 for part in range(pieces):
                     values = ir.Constant(lanes, ir.Undefined)
                     for lane in range(piece):
-                        place = builder.gep(origin, [ir.Constant(ir.IntType(64), part * piece + lane)])
+                        place = builder.gep(origin, [ir.Constant(_INDEX, part * piece + lane)])
                         value = builder.load(place)
                         if element == types.float16:
                             value = builder.fptrunc(value, ir.HalfType())
                         values = builder.insert_element(values, value, ir.Constant(_WORD, lane))
-                    place = builder.gep(base, [ir.Constant(ir.IntType(64), part)])
+                    place = builder.gep(base, [ir.Constant(_INDEX, part)])
                     builder.store(builder.bitcast(values, words), place, align=piece * _BYTES[element])
                 return context.get_dummy_value()
 

@@ -203,45 +203,36 @@ def compute_capability(device: int) -> tuple[int, int]:
     )
 
 
-_loaded: dict[Specialisation, int] = {}
+_loaded: dict[tuple[Specialisation, int], int] = {}
 _load_lock = threading.Lock()
 _DEFAULT_SHARED_BYTES = 48 * 1024
 
 
 def kernel_handle(kernel: KernelSpec, types: tuple[str, ...], device: int, shared_bytes: int) -> int:
-    """The CUkernel for a device, ready for ``shared_bytes`` of dynamic shared memory.
+    """The CUfunction of a kernel on a device, ready for ``shared_bytes`` of dynamic shared memory.
 
     The opt-in above 48 KB is raised to the device's limit once, never lowered: another thread may be about to launch.
     """
     from cuda.bindings import driver
 
     specialisation = Specialisation(kernel, types, compute_capability(device))
-    with _load_lock:
-        handle = _loaded.get(specialisation)
+    # The first call may be inside a graph capture, and a lazily loaded function would be loaded by its launch.
+    with _load_lock, device_context(device), allowed_in_capture():
+        handle = _loaded.get((specialisation, device))
         if handle is None:
             entry, code = machine_code(specialisation)
-            # The first call may be inside a graph capture, and modules are loaded by the first use of a kernel.
-            with device_context(device), allowed_in_capture():
-                library = driver_call(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
-                kernel_object = driver_call(driver.cuLibraryGetKernel(library, entry.encode()))
-                driver_call(driver.cuFuncLoad(driver_call(driver.cuKernelGetFunction(kernel_object))))
-            handle = int(kernel_object)
-            _loaded[specialisation] = handle
+            library = driver_call(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
+            kernel_object = driver_call(driver.cuLibraryGetKernel(library, entry.encode()))
+            function = driver_call(driver.cuKernelGetFunction(kernel_object))
+            driver_call(driver.cuFuncLoad(function))
+            handle = _loaded[specialisation, device] = int(function)
         if shared_bytes > _DEFAULT_SHARED_BYTES - _STATIC_SHARED_ALLOWANCE:
-            limit = device_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN")
-            kernel_object = driver.CUkernel(handle)
-            static = driver_call(
-                driver.cuKernelGetAttribute(
-                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel_object, device
-                )
-            )
+            function = driver.CUfunction(handle)
+            attributes = driver.CUfunction_attribute
+            static = driver_call(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+            dynamic = device_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - static
             driver_call(
-                driver.cuKernelSetAttribute(
-                    driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                    limit - static,
-                    kernel_object,
-                    device,
-                )
+                driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic)
             )
     return handle
 

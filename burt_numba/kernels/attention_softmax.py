@@ -18,7 +18,7 @@ from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, ex
 from burt_numba.device.online_softmax import online_softmax
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import clean, is_bad, quotient, row_offset, row_place
-from burt_numba.device.vector import load_vector, store_vector
+from burt_numba.device.vector import fill_vector, load_vector, store_vector, unpack_vector
 from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
 from burt_numba.target import DOCUMENTED_THREADS, GROUP_BLOCK
 
@@ -171,6 +171,8 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
     # addresses of a second load take more.
     reloads = vector > 1
     load = load_vector(vector)
+    fill = fill_vector(vector)
+    unpack = unpack_vector(vector)
     store = store_vector(vector)
     reductions = row_reductions(threads, blocks)
     begin_row, block_rank = reductions.begin, reductions.rank
@@ -179,21 +181,25 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
     apply_mask = _apply_boolean if mask_kind == BOOLEAN_MASK else _apply_additive
 
     @cuda.jit(device=True)
-    def load_row(source, start, mask_start, columns, causal, registers, mask_registers):
+    def load_row(source, start, mask_start, columns, causal, words, mask_words, registers, mask_registers):
         """A thread's scores from ``start`` on, with their mask; -inf beyond the ``columns`` that it sees of the row."""
         scores, _offset, column_stride, mask, _mask_offset, mask_column_stride = source
         for part in range(vectors):
             if part * stride < columns:
                 step = part * stride if vector > 1 else part * stride * column_stride
-                load(scores, start + step, registers, part * vector)
+                load(scores, start + step, words, part * vector)
                 if mask_kind != NO_MASK:
                     mask_step = part * stride if vector > 1 else part * stride * mask_column_stride
-                    load(mask, mask_start + mask_step, mask_registers, part * vector)
+                    load(mask, mask_start + mask_step, mask_words, part * vector)
             else:
-                for element in range(vector):
-                    registers[part * vector + element] = NEGATIVE_INFINITY
-                    mask_registers[part * vector + element] = _ZERO
+                fill(scores, words, part * vector)
+                if mask_kind != NO_MASK:
+                    fill(mask, mask_words, part * vector)
+        for part in range(vectors):
+            unpack(scores, words, registers, part * vector)
         if mask_kind != NO_MASK:
+            for part in range(vectors):
+                unpack(mask, mask_words, mask_registers, part * vector)
             for element in range(per_thread):
                 registers[element] = apply_mask(registers[element], mask_registers[element])
         if vector > 1 and causal:
@@ -237,6 +243,8 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
     ):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
+        words = cuda.local.array(per_thread, np.uint32)
+        mask_words = cuda.local.array(per_thread, np.uint32)
         registers = cuda.local.array(per_thread, np.float32)
         mask_registers = cuda.local.array(per_thread, np.float32)
         begin_row()
@@ -267,7 +275,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
             columns = np.int32(visible - first_column)
             start = offset + (first_column if vector > 1 else first_column * column_stride)
             mask_start = mask_offset + (first_column if vector > 1 else first_column * mask_column_stride)
-            load_row(source, start, mask_start, columns, causal, registers, mask_registers)
+            load_row(source, start, mask_start, columns, causal, words, mask_words, registers, mask_registers)
             bad = False
             for element in range(per_thread):
                 bad |= is_bad(registers[element])
@@ -288,7 +296,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
                     lane_mask,
                 )
                 if reloads:
-                    load_row(source, start, mask_start, columns, causal, registers, mask_registers)
+                    load_row(source, start, mask_start, columns, causal, words, mask_words, registers, mask_registers)
                     for element in range(per_thread):
                         registers[element] = clean(registers[element])
             row_max = -FLOAT32_MAX

@@ -29,7 +29,7 @@ from burt_numba.device.events import DIM_MISMATCH, ENTROPY_OVERFLOW, record_even
 from burt_numba.device.numeric import NEGATIVE_INFINITY, exp2, maximum
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import clean, is_bad, report_bad_elements, row_offset, row_place
-from burt_numba.device.vector import load_vector, store_vector
+from burt_numba.device.vector import fill_vector, load_vector, store_vector, unpack_vector
 from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
 from burt_numba.target import DOCUMENTED_THREADS, GROUP_BLOCK
 
@@ -183,9 +183,11 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
     vectors = per_thread // vector
     stride = threads * vector
     # Kept through a report of bad elements, a row takes registers from every launch. Element by element, though, the
-    # addresses of a second load take more.
-    reloads = vector > 1
+    # addresses of a second load take more; and where few rows are short the size of the code counts, read from memory.
+    reloads = vector > 1 and shares_warp
     load = load_vector(vector)
+    fill = fill_vector(vector)
+    unpack = unpack_vector(vector)
     store = store_vector(vector)
     reductions = row_reductions(threads, blocks)
     begin_row, block_rank = reductions.begin, reductions.rank
@@ -213,15 +215,16 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
     search = entropy_search(evaluate)
 
     @cuda.jit(device=True)
-    def load_row(logits, start, column_stride, columns, registers):
+    def load_row(logits, start, column_stride, columns, words, registers):
         """A thread's logits from ``start`` on; -inf beyond the ``columns`` that are left of the row."""
         for part in range(vectors):
             if part * stride < columns:
                 step = part * stride if vector > 1 else part * stride * column_stride
-                load(logits, start + step, registers, part * vector)
+                load(logits, start + step, words, part * vector)
             else:
-                for element in range(vector):
-                    registers[part * vector + element] = NEGATIVE_INFINITY
+                fill(logits, words, part * vector)
+        for part in range(vectors):
+            unpack(logits, words, registers, part * vector)
 
     @cuda.jit
     def constrained_softmax_rows_kernel(
@@ -257,6 +260,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
     ):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
+        words = cuda.local.array(per_thread, np.uint32)
         registers = cuda.local.array(per_thread, np.float32)
         begin_row()
         if shares_warp:
@@ -279,7 +283,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             # Counted from the thread's first column, the others are constants, which take no registers.
             columns = np.int32(part_end - first_column)
             start = offset + (first_column if vector > 1 else first_column * column_stride)
-            load_row(logits, start, column_stride, columns, registers)
+            load_row(logits, start, column_stride, columns, words, registers)
             for element in range(per_thread):
                 bad |= is_bad(registers[element])
             if any_lane(bad, mask):
@@ -300,7 +304,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
                     mask,
                 )
                 if reloads:
-                    load_row(logits, start, column_stride, columns, registers)
+                    load_row(logits, start, column_stride, columns, words, registers)
                     for element in range(per_thread):
                         registers[element] = clean(registers[element])
             row_max = NEGATIVE_INFINITY
