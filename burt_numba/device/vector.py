@@ -1,8 +1,8 @@
 """Loads and stores of up to 16 bytes between global memory and registers (local arrays with constant indices).
 
-``load_vector(count)``, ``unpack_vector(count)`` and ``store_vector(count)`` give device functions for vectors of that
-many elements, whatever the element type: float32 and float16 (converted to and from float32) and uint8 (a boolean
-mask). The address must be a multiple of the vector's bytes, or of 16 where that is less.
+``load_vector(count)``, ``unpack_vectors(count, vectors)`` and ``store_vector(count)`` give device functions for vectors
+of ``count`` elements, whatever the element type: float32 and float16 (converted to and from float32) and uint8 (a
+boolean mask). The address must be a multiple of the vector's bytes, or of 16 where that is less.
 
 A load leaves the words as they are in memory, since a conversion would wait for them: a thread first starts all its
 loads, then unpacks. A vector takes ``count`` words of the local array, more than it needs where elements are small.
@@ -39,9 +39,10 @@ if SIMULATED:
         return fill
 
     @cache
-    def unpack_vector(count: int):
-        def unpack(source, words, registers, first):
-            registers[first : first + count] = words[first : first + count].view(source.dtype)[:count]
+    def unpack_vectors(count: int, vectors: int):
+        def unpack(source, words, registers):
+            for first in range(0, vectors * count, count):
+                registers[first : first + count] = words[first : first + count].view(source.dtype)[:count]
 
         return unpack
 
@@ -139,22 +140,24 @@ else:
         return fill
 
     @cache
-    def unpack_vector(count: int):
+    def unpack_vectors(count: int, vectors: int):
         @intrinsic
-        def unpack(typingctx, source, words, registers, first):
-            """The vector of the array's type in the words from ``first`` as float32, in the registers from there."""
+        def unpack(typingctx, source, words, registers):
+            """All vectors of the array's type in the words, as float32 in the registers."""
             element = source.dtype
-            bits = 8 * _BYTES[element]
-            lanes = 32 // bits
+            lanes = 32 // (8 * _BYTES[element])
 
             def codegen(context, builder, signature, args):
-                _source_value, words_value, registers_value, first_value = args
-                origin = _element_pointer(context, builder, words, words_value, first_value)
-                target = _element_pointer(context, builder, registers, registers_value, first_value)
-                for place in range(count):
-                    word = builder.load(builder.gep(origin, [ir.Constant(_INDEX, place // lanes)]))
+                _source_value, words_value, registers_value = args
+                origin = context.make_array(words)(context, builder, words_value).data
+                target = context.make_array(registers)(context, builder, registers_value).data
+                # Written out: a loop that is not unrolled in time leaves both arrays in local memory.
+                for place in range(vectors * count):
+                    first = place // count * count
+                    word_place = first + place % count // lanes
+                    word = builder.load(builder.gep(origin, [ir.Constant(_INDEX, word_place)]))
                     packed = builder.bitcast(word, ir.VectorType(_LLVM_ELEMENT[element], lanes))
-                    value = builder.extract_element(packed, ir.Constant(_WORD, place % lanes))
+                    value = builder.extract_element(packed, ir.Constant(_WORD, place % count % lanes))
                     if element == types.float16:
                         value = builder.fpext(value, ir.FloatType())
                     elif element == types.uint8:
@@ -162,7 +165,7 @@ else:
                     builder.store(value, builder.gep(target, [ir.Constant(_INDEX, place)]))
                 return context.get_dummy_value()
 
-            return types.void(source, words, registers, types.int64), codegen
+            return types.void(source, words, registers), codegen
 
         return unpack
 

@@ -18,7 +18,7 @@ from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, ex
 from burt_numba.device.online_softmax import online_softmax
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import clean, is_bad, quotient, row_offset, row_place
-from burt_numba.device.vector import fill_vector, load_vector, store_vector, unpack_vector
+from burt_numba.device.vector import fill_vector, load_vector, store_vector, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
 from burt_numba.target import DOCUMENTED_THREADS, GROUP_BLOCK
 
@@ -172,7 +172,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
     reloads = vector > 1
     load = load_vector(vector)
     fill = fill_vector(vector)
-    unpack = unpack_vector(vector)
+    unpack = unpack_vectors(vector, vectors)
     store = store_vector(vector)
     reductions = row_reductions(threads, blocks)
     begin_row, block_rank = reductions.begin, reductions.rank
@@ -195,11 +195,9 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
                 fill(scores, words, part * vector)
                 if mask_kind != NO_MASK:
                     fill(mask, mask_words, part * vector)
-        for part in range(vectors):
-            unpack(scores, words, registers, part * vector)
+        unpack(scores, words, registers)
         if mask_kind != NO_MASK:
-            for part in range(vectors):
-                unpack(mask, mask_words, mask_registers, part * vector)
+            unpack(mask, mask_words, mask_registers)
             for element in range(per_thread):
                 registers[element] = apply_mask(registers[element], mask_registers[element])
         if vector > 1 and causal:

@@ -29,7 +29,7 @@ from burt_numba.device.events import DIM_MISMATCH, ENTROPY_OVERFLOW, record_even
 from burt_numba.device.numeric import NEGATIVE_INFINITY, exp2, maximum
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import clean, is_bad, report_bad_elements, row_offset, row_place
-from burt_numba.device.vector import fill_vector, load_vector, store_vector, unpack_vector
+from burt_numba.device.vector import fill_vector, load_vector, store_vector, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, any_lane, group_mask
 from burt_numba.target import DOCUMENTED_THREADS, GROUP_BLOCK
 
@@ -187,7 +187,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
     reloads = vector > 1 and shares_warp
     load = load_vector(vector)
     fill = fill_vector(vector)
-    unpack = unpack_vector(vector)
+    unpack = unpack_vectors(vector, vectors)
     store = store_vector(vector)
     reductions = row_reductions(threads, blocks)
     begin_row, block_rank = reductions.begin, reductions.rank
@@ -223,8 +223,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
                 load(logits, start + step, words, part * vector)
             else:
                 fill(logits, words, part * vector)
-        for part in range(vectors):
-            unpack(logits, words, registers, part * vector)
+        unpack(logits, words, registers)
 
     @cuda.jit
     def constrained_softmax_rows_kernel(
