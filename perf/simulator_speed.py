@@ -1,4 +1,4 @@
-"""Time the block simulator against numba-cuda's own: 4 blocks of 256 threads, one block sum.
+"""Time the block simulator against numba-cuda's own, and under all checks: 4 blocks of 256 threads, one block sum.
 
 Run ``python perf/simulator_speed.py``. Each simulator runs in a process of its own, since ours replaces the other.
 """
@@ -14,7 +14,9 @@ from pathlib import Path
 
 _CHILD = """
 import sys, time
-if sys.argv[1] == "burt_numba":
+from contextlib import nullcontext
+if sys.argv[1] != "numba-cuda":
+    from burt_numba import simulator
     from burt_numba.backend import cuda
 else:
     from numba import cuda
@@ -23,12 +25,13 @@ from kernel_under_test import block_sum
 
 values = np.random.default_rng(0).standard_normal(1024).astype(np.float32)
 sums = np.full(4, np.nan, np.float32)
-for _ in range(int(sys.argv[2])):
-    start = time.perf_counter()
-    block_sum[4, 256](values, sums)
-    print(time.perf_counter() - start)
+with simulator.checks() if sys.argv[1] == "checked" else nullcontext():
+    for _ in range(int(sys.argv[2])):
+        start = time.perf_counter()
+        block_sum[4, 256](values, sums)
+        print(time.perf_counter() - start)
 np.testing.assert_allclose(sums, values.reshape(4, 256).sum(1), atol=1e-4)
-assert ("burt_numba" in sys.modules) == (sys.argv[1] == "burt_numba")
+assert ("burt_numba" in sys.modules) == (sys.argv[1] != "numba-cuda")
 """
 
 _KERNEL = """
@@ -51,7 +54,7 @@ def block_sum(values, sums):
         sums[cuda.blockIdx.x] = partial[0]
 """
 
-_RUNS = {"numba-cuda": 5, "burt_numba": 50}
+_RUNS = {"numba-cuda": 5, "burt_numba": 50, "checked": 20}
 
 
 def measure(simulator: str, directory: Path) -> list[float]:
@@ -73,7 +76,8 @@ def main() -> None:
         medians[simulator] = statistics.median(seconds)
         row = [1e3 * value for value in (medians[simulator], min(seconds), max(seconds))]
         print(f"{simulator:<12} {row[0]:>10.1f} {row[1]:>10.1f} {row[2]:>10.1f} {len(seconds):>9}")
-    print(f"ratio of the medians: {medians['numba-cuda'] / medians['burt_numba']:.0f}")
+    print(f"numba-cuda over burt_numba: {medians['numba-cuda'] / medians['burt_numba']:.0f}")
+    print(f"checked over burt_numba: {medians['checked'] / medians['burt_numba']:.1f}")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 import os
 import sys
 
-if os.environ.get("BURT_NUMBA_TEST_TARGET") != "gpu":
-    # Read once, when Numba or this package is first imported.
-    assert not {"numba", "burt_numba"} & set(sys.modules), "imported before the simulator could be chosen"
+# With --cuda-checks it is set already, and Numba imported.
+if os.environ.get("BURT_NUMBA_TEST_TARGET") != "gpu" and os.environ.get("NUMBA_ENABLE_CUDASIM") != "1":
+    # Read once, when Numba or a function of this package is first imported.
+    assert not {"numba", "burt_numba.target"} & set(sys.modules), "imported before the simulator could be chosen"
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
 import pytest

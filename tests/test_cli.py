@@ -11,6 +11,7 @@ from support import LIMITS, ON_GPU, normal, relative_error
 
 import burt_numba
 from burt_numba import reference
+from burt_numba.backend import cuda
 from burt_numba.cli import driver, main
 from burt_numba.cli.check import relative_error as check_relative_error
 from burt_numba.cli.plan import parse_dims
@@ -213,6 +214,68 @@ def test_check_notices_a_wrong_operation(run, monkeypatch, operation, variant):
     assert status == 1
     assert "FAIL" in out
     assert not out.splitlines()[-1].endswith(" 0 failed")
+
+
+IN_THE_SIMULATOR = pytest.mark.simulator_only("--sanitize starts no other process")
+
+
+@cuda.jit
+def shift(values):
+    values[cuda.threadIdx.x] = values[cuda.threadIdx.x + 1]
+
+
+def racing(operation):
+    """Computes the right result, next to a race."""
+
+    def wrong(*arguments, **options):
+        shift[1, 4](np.arange(5.0))
+        return operation(*arguments, **options)
+
+    return wrong
+
+
+@IN_THE_SIMULATOR
+@pytest.mark.parametrize("operation", ["constrained_softmax", "attention_softmax"])
+def test_check_under_all_checks_passes(run, operation):
+    status, out, _ = run("check", "--sanitize", "--op", operation)
+    assert status == 0, out
+    assert out.splitlines()[0] == "Simulator, checked for races, reads of unwritten memory, bounds and barriers"
+    assert out.splitlines()[-1].endswith(" passed, 0 failed")
+
+
+@IN_THE_SIMULATOR
+@pytest.mark.no_cuda_checks("races on purpose, also where no check is asked for")
+def test_check_finds_a_race_only_when_asked(run, monkeypatch):
+    monkeypatch.setattr(burt_numba, "attention_softmax", racing(burt_numba.attention_softmax), raising=False)
+    status, out, _ = run("check", "--op", "attention_softmax")
+    assert status == 0, out
+    assert out.splitlines()[0] == "Simulator"
+    status, out, _ = run("check", "--op", "attention_softmax", "--sanitize")
+    assert status == 1
+    assert out.count("FAIL: RaceError") == out.count("kernel shift: race on array values[1]") == 24
+    assert "attention_softmax 2 × 2 × 5 × 5 causal float16: " in out
+    assert out.splitlines()[-1] == "0 passed, 24 failed"
+
+
+@IN_THE_SIMULATOR
+@pytest.mark.no_cuda_checks("races on purpose")
+def test_no_check_holds_after_the_command(run):
+    run("check", "--sanitize", "--op", "attention_softmax")
+    shift[1, 4](np.arange(5.0))
+
+
+def test_sanitize_where_the_simulator_is_ruled_out(machine, refused):
+    machine(1, "0")
+    line = refused("check", "--sanitize")
+    assert line == "burt-numba check: --sanitize: needs the simulator, which NUMBA_ENABLE_CUDASIM=0 rules out"
+
+
+@pytest.mark.parametrize("devices", [0, 1])
+def test_sanitize_chooses_the_simulator(machine, capsys, devices):
+    machine(devices, None)
+    assert driver.choose_target("--sanitize") is True
+    assert capsys.readouterr().err == "--sanitize: using the simulator.\n"
+    assert os.environ["NUMBA_ENABLE_CUDASIM"] == "1"
 
 
 def test_relative_error_of_what_is_not_finite():

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from burt_numba import simulator
 from burt_numba.backend import cuda
 from burt_numba.simulator import DivergenceError, SimulatorError, launch
-from burt_numba.simulator.scheduler import Thread
+from burt_numba.simulator.threads import Thread
+
+pytestmark = pytest.mark.no_cuda_checks("kernels are wrong on purpose, and show what is seen without the checks")
 
 FULL = 0xFFFFFFFF
 
@@ -312,8 +314,14 @@ def test_threads_end_after_an_error():
     assert sum(ref() is not None for ref in alive) == 0
 
 
+def threads_alive():
+    """The identities of all; an error that something else still holds may keep those of its launch."""
+    gc.collect()
+    return {id(thing) for thing in gc.get_objects() if isinstance(thing, Thread)}
+
+
 def test_threads_that_wait_while_they_are_ended():
-    ended = []
+    ended, before = [], threads_alive()
 
     def kernel():
         try:
@@ -328,9 +336,8 @@ def test_threads_that_wait_while_they_are_ended():
 
     with pytest.raises(DivergenceError):
         launch(kernel, 1, 4, ())
-    gc.collect()
     assert sorted(ended) == [0, 1, 2, 3]
-    assert not any(isinstance(thing, Thread) for thing in gc.get_objects())
+    assert threads_alive() <= before
 
 
 def test_a_huge_grid_starts_at_once():
@@ -342,9 +349,9 @@ def test_a_huge_grid_starts_at_once():
 
 
 def test_no_memory_is_kept_from_launch_to_launch():
+    before = threads_alive()
     launch(lambda: cuda.syncthreads(), 2, 64, ())
-    gc.collect()
-    assert not any(isinstance(thing, Thread) for thing in gc.get_objects())
+    assert threads_alive() <= before
 
 
 def test_a_kernel_must_return_nothing():
@@ -451,7 +458,7 @@ def test_a_launch_without_clusters_has_clusters_of_one():
         (1, 1025, {}, r"block\.x"),
         (1, (32, 33), {}, "at most 1024 threads, got 1056"),
         (1, (1, 1, 65), {}, r"block\.z: expected 1 to 64, got 65"),
-        (1, 1, {"shared_bytes": 232449}, "shared_bytes: expected 0 to 232448, got 232449"),
+        (1, 1, {"shared_bytes": 232449}, r"shared_bytes: expected 0 to 232448 on a device of .* 9\.0, got 232449"),
         (1, 1, {"shared_bytes": -1}, "shared_bytes"),
         (3, 1, {"cluster": 2}, r"grid\.x must be a multiple of 2, got 3"),
         (1, 1, {"cluster": 0}, "cluster: expected 1 to 16 blocks, got 0"),

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from burt_numba.backend import cuda
 from burt_numba.simulator import SimulatorError, launch
 
+pytestmark = pytest.mark.no_cuda_checks("kernels are wrong on purpose, and show what is seen without the checks")
+
 FULL = 0xFFFFFFFF
 
 

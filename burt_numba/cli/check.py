@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -180,22 +181,35 @@ def _row(case: Case, outcome: Outcome) -> tuple[bool, list[str]]:
     ]
 
 
-def check(operations: Iterable[str]) -> int:
-    simulated = driver.choose_target()
+def _failed_row(case: Case, finding: str) -> list[str]:
+    return [case.operation, case.size, case.dtype, *["–"] * 5, f"FAIL: {finding}"]
+
+
+def check(operations: Iterable[str], *, sanitize: bool = False) -> int:
+    simulated = driver.choose_target("--sanitize" if sanitize else None)
+    from burt_numba.simulator import SimulatorError, checks
+
     cases = [case for operation in operations for case in _CASES[operation](simulated)]
-    rows, failures = [], 0
-    with progress() as display:
+    rows, findings, failures = [], [], 0
+    with progress() as display, checks() if sanitize else nullcontext():
         task = display.add_task("check", total=len(cases))
         for case in cases:
             display.update(task, description=f"{case.operation} {case.size} {case.dtype}")
-            passed, row = _row(case, case.compute())
+            try:
+                passed, row = _row(case, case.compute())
+            except SimulatorError as error:
+                passed, row = False, _failed_row(case, type(error).__name__)
+                findings.append(f"{case.operation} {case.size} {case.dtype}: {error}")
             failures += not passed
             rows.append(row)
             display.advance(task)
+    title = "Simulator" if simulated else "GPU"
     table(
-        "Simulator" if simulated else "GPU",
+        f"{title}, checked for races, reads of unwritten memory, bounds and barriers" if sanitize else title,
         ["function", "size", "type", "relative error", "limit", "bound held", "events", "time", "result"],
         rows,
     )
+    for finding in findings:
+        print(f"\n{finding}")
     print(f"{len(rows) - failures} passed, {failures} failed")
     return 1 if failures else 0

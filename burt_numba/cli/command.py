@@ -32,7 +32,7 @@ def _info(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> int:
     from burt_numba.cli.check import check
 
-    return check([arguments.op] if arguments.op else OPERATIONS)
+    return check([arguments.op] if arguments.op else OPERATIONS, sanitize=arguments.sanitize)
 
 
 def _run_constrained_softmax(arguments: argparse.Namespace) -> int:
@@ -106,6 +106,11 @@ def build_parser() -> argparse.ArgumentParser:
     about = "hold every function against its float64 reference"
     check = commands.add_parser("check", help=about, description=about)
     check.add_argument("--op", choices=OPERATIONS, metavar="NAME", help=f"one of: {', '.join(OPERATIONS)}")
+    check.add_argument(
+        "--sanitize",
+        action="store_true",
+        help="run in the simulator and look for races, reads of unwritten memory, bad indices and divergent barriers",
+    )
     check.set_defaults(handler=_check)
 
     _add_run(commands)

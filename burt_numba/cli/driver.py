@@ -103,12 +103,19 @@ def devices() -> list[Device]:
     return found
 
 
-def choose_target() -> bool:
+def choose_target(needs_simulator: str | None = None) -> bool:
     """Settle before Numba is imported whether this process uses a GPU, and say so when it does not.
 
-    Returns True for the simulator.
+    ``needs_simulator`` names what the user asked for that only the simulator can do. Returns True for the simulator.
     """
     setting = os.environ.get("NUMBA_ENABLE_CUDASIM")
+    if needs_simulator is not None:
+        if setting == "0":
+            raise UsageError(f"{needs_simulator}: needs the simulator, which NUMBA_ENABLE_CUDASIM=0 rules out")
+        if setting is None:
+            os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+            print(f"{needs_simulator}: using the simulator.", file=sys.stderr)
+            return True
     if setting is None and device_count() == 0:
         os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
         print("No CUDA device found: using the simulator.", file=sys.stderr)

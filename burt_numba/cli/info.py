@@ -42,7 +42,7 @@ def _simulated_device() -> list[tuple[str, str]]:
     return [
         ("launch limits", "those of compute capability 9.0"),
         ("threads a block", str(limits.MAX_THREADS_PER_BLOCK)),
-        ("shared memory a block", f"{limits.MAX_SHARED_BYTES} bytes"),
+        ("shared memory a block", f"{limits.max_shared_bytes()} bytes"),
     ]
 
 

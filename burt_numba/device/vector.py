@@ -17,13 +17,13 @@ from burt_numba.backend import SIMULATED
 if SIMULATED:
     import numpy as np
 
+    from burt_numba.simulator import read_elements, write_elements
+
     @cache
     def load_vector(count: int):
         def load(source, index, words, first):
-            if index < 0 or index + count > source.size:
-                raise IndexError(f"vector load of {count} elements at {index} of an array of {source.size}")
             raw = np.zeros(count, np.uint32).view(source.dtype)
-            raw[:count] = source[index : index + count]
+            raw[:count] = read_elements(source, index, count)
             words[first : first + count] = raw.view(np.uint32)
 
         return load
@@ -42,16 +42,14 @@ if SIMULATED:
     def unpack_vectors(count: int, vectors: int):
         def unpack(source, words, registers):
             for first in range(0, vectors * count, count):
-                registers[first : first + count] = words[first : first + count].view(source.dtype)[:count]
+                registers[first : first + count] = read_elements(words, first, count).view(source.dtype)[:count]
 
         return unpack
 
     @cache
     def store_vector(count: int):
         def store(target, index, registers, first):
-            if index < 0 or index + count > target.size:
-                raise IndexError(f"vector store of {count} elements at {index} of an array of {target.size}")
-            target[index : index + count] = registers[first : first + count]
+            write_elements(target, index, read_elements(registers, first, count))
 
         return store
 

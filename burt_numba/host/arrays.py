@@ -116,7 +116,12 @@ class NumPyFamily(Family):
         return array.__array_interface__["data"][0]
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> np.ndarray:
-        return np.empty(shape, dtype)
+        array = np.empty(shape, dtype)
+        if SIMULATED:
+            from burt_numba.simulator import register_allocation
+
+            register_allocation(array)
+        return array
 
     def as_numpy(self, array: np.ndarray) -> np.ndarray:
         return array

@@ -5,13 +5,17 @@ measure every kernel against these.
 """
 
 from burt_numba.reference.attention_softmax import AttentionSoftmaxResult, attention_softmax
+from burt_numba.reference.cifg import CifgResult, batched_cifg_update, cifg_update
 from burt_numba.reference.common import entropy
 from burt_numba.reference.constrained_softmax import ConstrainedSoftmaxResult, constrained_softmax
 
 __all__ = [
     "AttentionSoftmaxResult",
+    "CifgResult",
     "ConstrainedSoftmaxResult",
     "attention_softmax",
+    "batched_cifg_update",
+    "cifg_update",
     "constrained_softmax",
     "entropy",
 ]

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from burt_numba.simulator import installation
+from burt_numba.simulator.allocations import register_allocation
+from burt_numba.simulator.checked_array import read_elements, write_elements
+from burt_numba.simulator.checking import checks
 from burt_numba.simulator.collectives import (
     cluster_barrier,
     cluster_load,
@@ -12,10 +16,17 @@ from burt_numba.simulator.collectives import (
     cluster_size,
     cluster_store,
 )
-from burt_numba.simulator.errors import DivergenceError, SimulatorError
+from burt_numba.simulator.errors import (
+    DivergenceError,
+    OrderError,
+    OutOfBoundsError,
+    RaceError,
+    SimulatorError,
+    UninitializedReadError,
+)
 from burt_numba.simulator.scheduler import launch
-
-_installed = False
+from burt_numba.simulator.schedules import explore, schedule
+from burt_numba.simulator.stepping import break_at
 
 
 def install() -> None:
@@ -30,30 +41,34 @@ def install() -> None:
     SimulatorError
         When Numba was imported without ``NUMBA_ENABLE_CUDASIM``.
     """
-    global _installed
-    if _installed:
-        return
-    # Numba is imported here, not with the package: `launch` works without it.
-    from burt_numba.simulator import numba_bridge
-
-    numba_bridge.install()
-    _installed = True
+    installation.install()
 
 
 def is_active() -> bool:
     """Whether kernels of ``numba.cuda`` run on this simulator."""
-    return _installed
+    return installation.installed
 
 
 __all__ = [
     "DivergenceError",
+    "OrderError",
+    "OutOfBoundsError",
+    "RaceError",
     "SimulatorError",
+    "UninitializedReadError",
+    "break_at",
+    "checks",
     "cluster_barrier",
     "cluster_load",
     "cluster_rank",
     "cluster_size",
     "cluster_store",
+    "explore",
     "install",
     "is_active",
     "launch",
+    "read_elements",
+    "register_allocation",
+    "schedule",
+    "write_elements",
 ]

@@ -6,14 +6,37 @@ Numba compiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from sys import _getframe
 from typing import Any
 
 import numpy as np
 
+from burt_numba.simulator.checked_array import CheckedArray
+
+__tracebackhide__ = True  # pytest shows the kernel and the message
+
 _UNSIGNED = frozenset({np.uint32, np.uint64})
 _INTEGERS = frozenset({np.int32, np.int64, np.uint32, np.uint64})
 _NUMBERS = _INTEGERS | {np.float32, np.float64}
+
+
+_recorder: Callable[[str, Any, Any, Any, Any], None] | None = None
+
+
+@contextmanager
+def recorded(recorder: Callable[[str, Any, Any, Any, Any], None]) -> Iterator[None]:
+    """Call ``recorder(operation, array, index, old value, frame)`` for each operation within the block.
+
+    Of one launch at a time; the scheduler's lock sees to that.
+    """
+    global _recorder
+    _recorder = recorder
+    try:
+        yield
+    finally:
+        _recorder = None
 
 
 def _load(operation: str, array: Any, index: Any, accepted: frozenset[Any]) -> Any:
@@ -42,8 +65,12 @@ def _updating(
     operation: str, accepted: frozenset[Any], new_value: Callable[[Any, Any], Any]
 ) -> Callable[[Any, Any, Any], Any]:
     def update(array: Any, index: Any, value: Any) -> Any:
+        if type(array) is CheckedArray:
+            array = array.begin_atomic(operation, index, _getframe(1))
         old = _load(operation, array, index, accepted)
         array[index] = new_value(old, _cast(type(old), value))
+        if _recorder is not None:
+            _recorder(operation, array, index, old, _getframe(1))
         return old
 
     update.__name__ = update.__qualname__ = operation
@@ -75,6 +102,17 @@ def _dec(old: Any, limit: Any) -> Any:
     return limit if old == 0 or old > limit else old - type(old)(1)
 
 
+def _compare_and_swap(operation: str, array: Any, index: Any, old: Any, value: Any) -> Any:
+    if type(array) is CheckedArray:
+        array = array.begin_atomic(operation, index, _getframe(2))
+    loaded = _load(operation, array, index, _INTEGERS)
+    if loaded == _cast(type(loaded), old):
+        array[index] = _cast(type(loaded), value)
+    if _recorder is not None:
+        _recorder(operation, array, index, loaded, _getframe(2))
+    return loaded
+
+
 class Atomic:
     """``cuda.atomic``."""
 
@@ -93,11 +131,8 @@ class Atomic:
 
     @staticmethod
     def cas(array: Any, index: Any, old: Any, value: Any) -> Any:
-        loaded = _load("cas", array, index, _INTEGERS)
-        if loaded == _cast(type(loaded), old):
-            array[index] = _cast(type(loaded), value)
-        return loaded
+        return _compare_and_swap("cas", array, index, old, value)
 
     @staticmethod
     def compare_and_swap(array: Any, old: Any, value: Any) -> Any:
-        return Atomic.cas(array, 0, old, value)
+        return _compare_and_swap("compare_and_swap", array, 0, old, value)

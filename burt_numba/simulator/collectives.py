@@ -13,9 +13,12 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent
 
+from burt_numba.simulator.checked_array import CheckedArray
 from burt_numba.simulator.errors import SimulatorError
 from burt_numba.simulator.memory import poison
-from burt_numba.simulator.scheduler import FULL_MASK, WARP_SIZE, Barrier, Group, Thread
+from burt_numba.simulator.threads import FULL_MASK, WARP_SIZE, Barrier, Group, Thread
+
+__tracebackhide__ = True  # pytest shows the kernel and the message
 
 _MAX_NAPS = 100_000
 
@@ -280,16 +283,30 @@ def nanosleep(ns: int) -> None:
     thread = _current("nanosleep")
     thread.naps += 1
     if thread.naps > _MAX_NAPS:
-        raise SimulatorError(f"cuda.nanosleep: slept {_MAX_NAPS} times, and what the thread waits for did not happen")
+        raise SimulatorError(
+            f"cuda.nanosleep: slept {_MAX_NAPS} times, and what the thread waits for did not happen (blocks run one "
+            "after another, unless they are of a cluster or meet in cuda.cg.this_grid().sync())"
+        )
     thread.launch.ready.append(thread)
     _wait(thread)
 
 
+def _fence(in_block: bool) -> None:
+    thread: Any = getcurrent()
+    if isinstance(thread, Thread) and thread.launch.monitor is not None:
+        thread.launch.monitor.fence(thread, in_block)
+
+
 def threadfence() -> None:
-    """Nothing to do: threads see each other's writes at once."""
+    """Threads see each other's writes at once; in a checked launch, what a following atomic publishes is noted."""
+    _fence(in_block=False)
 
 
-threadfence_block = threadfence
+def threadfence_block() -> None:
+    """The same, for the threads of the block."""
+    _fence(in_block=True)
+
+
 threadfence_system = threadfence
 
 
@@ -314,14 +331,21 @@ def _in_block(operation: str, shared_array: Any, rank: int) -> Any:
     blocks = thread.block.cluster.blocks
     if not 0 <= rank < len(blocks):
         raise SimulatorError(f"{operation}: rank: expected 0 to {len(blocks) - 1}, got {rank}")
+    if thread.launch.monitor is not None and blocks[rank] is not thread.block:
+        thread.launch.monitor.reach(operation, blocks[rank], thread, _getframe(2))
     return blocks[rank].shared.counterpart(thread.block.shared.key_of(shared_array))
 
 
 def cluster_store(shared_array: Any, index: Any, rank: int, value: Any) -> None:
     """Store in the array that block ``rank`` of the cluster has for the source line of ``shared_array``."""
-    _in_block("cluster_store", shared_array, rank)[index] = value
+    array = _in_block("cluster_store", shared_array, rank)
+    if type(array) is CheckedArray:
+        array.store(index, value, _getframe(1))
+    else:
+        array[index] = value
 
 
 def cluster_load(shared_array: Any, index: Any, rank: int) -> Any:
     """Load from the array that block ``rank`` of the cluster has for the source line of ``shared_array``."""
-    return _in_block("cluster_load", shared_array, rank)[index]
+    array = _in_block("cluster_load", shared_array, rank)
+    return array.load(index, _getframe(1)) if type(array) is CheckedArray else array[index]

@@ -9,7 +9,7 @@ from greenlet import getcurrent
 from burt_numba.simulator import arithmetic, collectives, memory
 from burt_numba.simulator.atomics import Atomic
 from burt_numba.simulator.errors import SimulatorError
-from burt_numba.simulator.scheduler import WARP_SIZE
+from burt_numba.simulator.threads import WARP_SIZE
 
 
 class _OutsideKernel:

@@ -1,18 +1,55 @@
-"""The launch limits of a GPU of compute capability 9.0, checked before a kernel runs."""
+"""The launch limits of a GPU, checked before a kernel runs: of compute capability 9.0, unless another is chosen."""
 
 from __future__ import annotations
 
+import contextvars
 import numbers
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from burt_numba.target import SIMULATED_CAPABILITY, most_shared_bytes
 
 MAX_THREADS_PER_BLOCK = 1024
 MAX_BLOCK = (1024, 1024, 64)
 MAX_GRID = (2**31 - 1, 65535, 65535)
 MAX_CLUSTER = 16
 MAX_STATIC_SHARED_BYTES = 48 * 1024
-MAX_SHARED_BYTES = 227 * 1024
 
 _AXES = "xyz"
+
+_capability: contextvars.ContextVar[tuple[int, int]] = contextvars.ContextVar(
+    "burt_numba_capability", default=SIMULATED_CAPABILITY
+)
+
+
+@contextmanager
+def device(compute_capability: tuple[int, int] | None) -> Iterator[None]:
+    """Within the block, launches keep to the limits of a device of this compute capability. None: no change."""
+    if compute_capability is None:
+        yield
+        return
+    if not (
+        isinstance(compute_capability, tuple)
+        and len(compute_capability) == 2
+        and all(isinstance(number, int) for number in compute_capability)
+    ):
+        raise TypeError(f"checks: compute_capability: expected a pair such as (9, 0), got {compute_capability!r}")
+    token = _capability.set(compute_capability)
+    try:
+        yield
+    finally:
+        _capability.reset(token)
+
+
+def max_shared_bytes() -> int:
+    """Shared memory that a block may have."""
+    return most_shared_bytes(_capability.get())
+
+
+def describe_device() -> str:
+    """Whose limits hold."""
+    return "a device of compute capability {}.{}".format(*_capability.get())
 
 
 def extents(value: Any, what: str) -> tuple[int, int, int]:
@@ -38,8 +75,9 @@ def check_launch(grid: tuple[int, int, int], block: tuple[int, int, int], shared
         raise ValueError(f"launch: block: at most {MAX_THREADS_PER_BLOCK} threads, got {threads} in {block}")
     if not isinstance(shared_bytes, numbers.Integral):
         raise TypeError(f"launch: shared_bytes: expected an integer, got {shared_bytes!r}")
-    if not 0 <= shared_bytes <= MAX_SHARED_BYTES:
-        raise ValueError(f"launch: shared_bytes: expected 0 to {MAX_SHARED_BYTES}, got {shared_bytes}")
+    most = max_shared_bytes()
+    if not 0 <= shared_bytes <= most:
+        raise ValueError(f"launch: shared_bytes: expected 0 to {most} on {describe_device()}, got {shared_bytes}")
     if not 1 <= cluster <= MAX_CLUSTER:
         raise ValueError(f"launch: cluster: expected 1 to {MAX_CLUSTER} blocks, got {cluster}")
     if grid[0] % cluster:

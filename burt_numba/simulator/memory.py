@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent
 
-from burt_numba.simulator import limits
+from burt_numba.simulator import checked_array, limits
 from burt_numba.simulator.errors import SimulatorError
+
+__tracebackhide__ = True  # pytest shows the kernel and the message
 
 Array = np.ndarray[Any, Any]
 # Source file, line, shape, dtype; line 0 is the dynamic shared memory.
@@ -82,20 +84,31 @@ def _check_alignment(alignment: Any) -> None:
 class SharedMemory:
     """What one block has allocated in shared memory."""
 
-    __slots__ = ("by_instruction", "by_line", "dynamic", "dynamic_bytes", "instructions", "keys", "static_bytes")
+    __slots__ = (
+        "by_instruction",
+        "by_line",
+        "dynamic",
+        "dynamic_bytes",
+        "dynamic_region",
+        "instructions",
+        "keys",
+        "monitor",
+        "static_bytes",
+    )
 
-    def __init__(self, dynamic_bytes: int):
+    def __init__(self, dynamic_bytes: int, monitor: Any = None):
+        self.monitor = monitor
         # The fast way to an array: (id of the code object, instruction) -> (array, code object, shape, dtype). The
         # entry holds the code object, so that its id stays taken; hashing a code object itself is slow.
-        self.by_instruction: dict[tuple[int, int], tuple[Array, CodeType, Any, Any]] = {}
-        self.by_line: dict[Key, Array] = {}
+        self.by_instruction: dict[tuple[int, int], tuple[Any, CodeType, Any, Any]] = {}
+        self.by_line: dict[Key, Any] = {}
         self.instructions: dict[Key, tuple[CodeType, int]] = {}
-        self.keys: dict[int, tuple[Key, Array]] = {}
+        self.keys: dict[int, tuple[Key, Any]] = {}
         self.static_bytes = 0
         self.dynamic_bytes = dynamic_bytes
         self.dynamic: Array | None = None
 
-    def allocate(self, frame: FrameType, shape: Any, dtype: Any) -> Array:
+    def allocate(self, frame: FrameType, shape: Any, dtype: Any) -> Any:
         """The array for a call of ``cuda.shared.array`` that this block has not seen yet."""
         code = frame.f_code
         converted = as_dtype(dtype)
@@ -114,37 +127,44 @@ class SharedMemory:
         self.by_instruction[id(code), frame.f_lasti] = (array, code, shape, dtype)
         return array
 
-    def at(self, key: Key) -> Array:
+    def at(self, key: Key) -> Any:
         """The array of a source line, shape and dtype, allocated on first use."""
         found = self.by_line.get(key)
         if found is not None:
             return found
         _, _, shape, dtype = key
-        array = poisoned(shape, dtype)
+        array: Any = poisoned(shape, dtype)
         self.static_bytes += array.nbytes
         if self.static_bytes > limits.MAX_STATIC_SHARED_BYTES:
             raise SimulatorError(
                 f"cuda.shared.array: {self.static_bytes} bytes in arrays of fixed size, the limit of a block is "
                 f"{limits.MAX_STATIC_SHARED_BYTES}"
             )
-        if self.static_bytes + self.dynamic_bytes > limits.MAX_SHARED_BYTES:
+        if self.static_bytes + self.dynamic_bytes > limits.max_shared_bytes():
             raise SimulatorError(
                 f"cuda.shared.array: {self.static_bytes} + {self.dynamic_bytes} dynamic bytes, the limit of a block is "
-                f"{limits.MAX_SHARED_BYTES}"
+                f"{limits.max_shared_bytes()} on {limits.describe_device()}"
             )
+        if self.monitor is not None:
+            array = checked_array.shared_array(array, self.monitor, key[0], key[1])
         self.by_line[key] = array
         self.keys[id(array)] = (key, array)
         return array
 
-    def dynamic_view(self, dtype: np.dtype[Any]) -> Array:
+    def dynamic_view(self, dtype: np.dtype[Any]) -> Any:
         """The whole of the dynamic shared memory as an array of ``dtype``."""
         key: Key = ("", 0, 0, dtype)
-        view = self.by_line.get(key)
+        view: Any = self.by_line.get(key)
         if view is None:
             if self.dynamic is None:
                 self.dynamic = np.full(self.dynamic_bytes, 0xFF, np.uint8)
+                if self.monitor is not None:
+                    self.dynamic_region = checked_array.dynamic_region(self.dynamic, self.monitor)
             count = self.dynamic_bytes // dtype.itemsize
-            view = self.by_line[key] = self.dynamic[: count * dtype.itemsize].view(dtype)
+            view = self.dynamic[: count * dtype.itemsize].view(dtype)
+            if self.monitor is not None:
+                view = checked_array.dynamic_array(view, self.dynamic_region, self.monitor)
+            self.by_line[key] = view
             self.keys[id(view)] = (key, view)
         return view
 
@@ -155,7 +175,7 @@ class SharedMemory:
             raise SimulatorError("cluster: expected an array from cuda.shared.array itself, not a view of one")
         return entry[0]
 
-    def counterpart(self, key: Key) -> Array:
+    def counterpart(self, key: Key) -> Any:
         """This block's array under a key that another block of its cluster got from ``key_of``."""
         return self.at(key) if key[1] else self.dynamic_view(key[3])
 
@@ -164,7 +184,7 @@ class Shared:
     """``cuda.shared``."""
 
     @staticmethod
-    def array(shape: Any, dtype: Any, alignment: int | None = None) -> Array:
+    def array(shape: Any, dtype: Any, alignment: int | None = None) -> Any:
         thread: Any = getcurrent()
         try:
             shared = thread.block.shared
@@ -181,25 +201,35 @@ class Shared:
         return shared.allocate(frame, shape, dtype)
 
 
+def _monitor() -> Any:
+    """The checks of the calling thread's launch."""
+    launch = getattr(getcurrent(), "launch", None)
+    return None if launch is None else launch.monitor
+
+
 class Local:
     """``cuda.local``."""
 
     @staticmethod
-    def array(shape: Any, dtype: Any, alignment: int | None = None) -> Array:
+    def array(shape: Any, dtype: Any, alignment: int | None = None) -> Any:
         converted = as_dtype(dtype)
         template = _templates.get((shape, converted))
         if template is not None and alignment is None:
-            return template.copy()
-        _check_shape(shape)
-        _check_alignment(alignment)
-        return poisoned(shape, converted)
+            array = template.copy()
+        else:
+            _check_shape(shape)
+            _check_alignment(alignment)
+            array = poisoned(shape, converted)
+        monitor = _monitor()
+        return array if monitor is None else checked_array.local_array(array, monitor, sys._getframe(1))
 
 
 class Const:
     """``cuda.const``."""
 
     @staticmethod
-    def array_like(ndarray: Any) -> Array:
+    def array_like(ndarray: Any) -> Any:
         view = np.asarray(ndarray).view()
         view.flags.writeable = False
-        return view
+        monitor = _monitor()
+        return view if monitor is None else checked_array.constant_array(view, monitor, sys._getframe(1))

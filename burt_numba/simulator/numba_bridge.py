@@ -12,8 +12,11 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent
 
-from burt_numba.simulator import cuda_api, limits, scheduler
-from burt_numba.simulator.errors import SimulatorError
+from burt_numba.simulator import allocations, checking, cuda_api, limits, scheduler
+from burt_numba.simulator.errors import SimulatorError, UninitializedReadError
+from burt_numba.simulator.threads import Thread
+
+__tracebackhide__ = True  # pytest shows the kernel and the message
 
 # Module, name: what is used below and not documented by numba-cuda.
 _PRIVATE_NAMES = (
@@ -106,6 +109,9 @@ class ConfiguredKernel:
             arg = arg.value
         if isinstance(arg, _names["FakeCUDAArray"]):
             arg = arg._ary
+        elif isinstance(arg, tuple):
+            parts = [self._argument(part, after) for part in arg]
+            return type(arg)(*parts) if hasattr(arg, "_fields") else tuple(parts)
         if type(arg) is np.ndarray and arg.dtype.names:
             # Numba reads a field of a record as an attribute.
             arg = arg.view(np.recarray)
@@ -132,7 +138,7 @@ class SimulatedKernel:
 
     def __call__(self, *args: Any) -> Any:
         # A kernel called from device code is a device function.
-        if isinstance(getcurrent(), scheduler.Thread):
+        if isinstance(getcurrent(), Thread):
             return self.py_func(*args)
         raise ValueError(f"kernel {self.__name__}: launched without a configuration; use kernel[grid, block](...)")
 
@@ -190,6 +196,74 @@ def _call_earlier(kernel: Any, *args: Any) -> Any:
     return SimulatedKernel(kernel.fn, kernel.extensions)(*args)
 
 
+# --- device arrays --------------------------------------------------------------------------------------------------
+
+
+def _fresh(create: Callable[..., Any]) -> Callable[..., Any]:
+    """``cuda.device_array`` and its like, whose memory nobody has written."""
+
+    @functools.wraps(create)
+    def created(*args: Any, **options: Any) -> Any:
+        array = create(*args, **options)
+        allocations.register_allocation(array._ary)
+        return array
+
+    return created
+
+
+def _require_written(array: Any, operation: str) -> None:
+    chosen = checking.current()
+    if chosen is not None and chosen.uninitialized:
+        missing = allocations.first_unwritten(array)
+        if missing is not None:
+            if not missing:
+                raise UninitializedReadError(f"{operation}: read by the host, and never written")
+            raise UninitializedReadError(
+                f"{operation}: element [{', '.join(map(str, missing))}] of a device array of shape {array.shape} "
+                "was never written"
+            )
+
+
+def _part(array: Any, index: Any) -> Any:
+    """What an index names as an array on the same memory, also where it names one element."""
+    part = array[index]
+    if isinstance(part, np.ndarray):
+        return part
+    return array[(*index, ...) if isinstance(index, tuple) else (index, ...)]
+
+
+def _watch_host_accesses(device_array: Any) -> None:
+    """What the host reads of device memory was written, and what it writes is."""
+    copy_to_host, copy_to_device = device_array.copy_to_host, device_array.copy_to_device
+    get, put = device_array.__getitem__, device_array.__setitem__
+
+    @functools.wraps(copy_to_host)
+    def checked_copy_to_host(self: Any, *args: Any, **options: Any) -> Any:
+        _require_written(self._ary, "copy_to_host")
+        return copy_to_host(self, *args, **options)
+
+    @functools.wraps(copy_to_device)
+    def noted_copy_to_device(self: Any, *args: Any, **options: Any) -> Any:
+        result = copy_to_device(self, *args, **options)
+        allocations.mark_written(self._ary)
+        return result
+
+    @functools.wraps(get)
+    def checked_get(self: Any, index: Any) -> Any:
+        result = get(self, index)
+        if not isinstance(result, device_array):
+            _require_written(_part(self._ary, index), f"device array[{index}]")
+        return result
+
+    @functools.wraps(put)
+    def noted_put(self: Any, index: Any, value: Any) -> None:
+        put(self, index, value)
+        allocations.mark_written(_part(self._ary, index))
+
+    device_array.copy_to_host, device_array.copy_to_device = checked_copy_to_host, noted_copy_to_device
+    device_array.__getitem__, device_array.__setitem__ = checked_get, noted_put
+
+
 _names: dict[str, Any] = {}
 
 
@@ -203,6 +277,9 @@ def install() -> None:
     for name, value in cuda_api.ATTRIBUTES.items():
         setattr(cuda, name, value)
     cuda.jit = jit
+    for name in ("device_array", "device_array_like"):
+        setattr(cuda, name, _fresh(getattr(cuda, name)))
+    _watch_host_accesses(names["FakeCUDAArray"])
     # Properties are data descriptors, which come before the module's own attributes.
     cuda.__class__ = type("SimulatedCudaModule", (ModuleType,), dict(cuda_api.PROPERTIES))
     earlier = names["FakeCUDAKernel"]

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from burt_numba.simulator.scheduler import Block, Launch, Thread
+    from burt_numba.simulator.scheduler import Launch
+    from burt_numba.simulator.threads import Block, Thread
 
 _PACKAGE = __name__.rpartition(".")[0]
 

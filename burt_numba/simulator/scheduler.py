@@ -8,6 +8,7 @@ the blocks of a cluster, and for the blocks of a grid once one of its threads wa
 from __future__ import annotations
 
 import contextvars
+import functools
 import itertools
 import threading
 from collections import deque
@@ -15,190 +16,20 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from greenlet import GreenletExit, getcurrent, greenlet
+from greenlet import GreenletExit, getcurrent
 
-from burt_numba.simulator import limits, memory, report
+from burt_numba.simulator import checking, limits, memory, report, schedules, stepping
+from burt_numba.simulator.allocations import forget_allocation
+from burt_numba.simulator.checked_array import global_arrays
 from burt_numba.simulator.errors import DivergenceError, SimulatorError, annotate
+from burt_numba.simulator.threads import Barrier, CheckedBarrier, Cluster, Dim3, Thread
 
-WARP_SIZE = 32
-FULL_MASK = 0xFFFFFFFF
+__tracebackhide__ = True  # pytest shows the kernel and the message
 
 _MAX_INTERRUPTIONS = 100
 
 # Numba's simulator allowed one launch at a time in a process and went wrong silently on the second.
 _launch_lock = threading.RLock()
-
-
-class Dim3:
-    """A position or an extent in a grid or a block."""
-
-    __slots__ = ("x", "y", "z")
-
-    def __init__(self, x: int, y: int = 1, z: int = 1):
-        self.x = x
-        self.y = y
-        self.z = z
-
-    def __iter__(self) -> Iterator[int]:
-        return iter((self.x, self.y, self.z))
-
-    def __repr__(self) -> str:
-        return f"({self.x}, {self.y}, {self.z})"
-
-
-class Barrier:
-    """Where all of a fixed set of threads meet, any number of times."""
-
-    __slots__ = ("arrived", "broken", "code", "instruction", "kind", "need", "result", "threads", "trues")
-
-    def __init__(self, threads: list[Thread]):
-        self.threads = threads
-        self.need = len(threads)
-        self.arrived = 0
-        self.trues = 0
-        self.result = 0
-        self.code: Any = None
-        self.instruction = -1
-        self.kind = ""
-        self.broken = False
-
-    def open(self, kind: str, frame: Any) -> None:
-        """Note where the first thread of this round stands."""
-        self.kind = kind
-        self.code = frame.f_code
-        self.instruction = frame.f_lasti
-
-    def check_place(self, kind: str, frame: Any) -> None:
-        """Make the barrier impassable if ``frame`` stands on another source line, or calls another kind of barrier.
-
-        The threads still to come are let run, so that the error can say where each of them went.
-        """
-        # One source line may be compiled to several instructions (a `finally` suite is copied).
-        same_line = self.code is frame.f_code and self._first_line() == frame.f_lineno
-        if not same_line or kind != self.kind:
-            self.broken = True
-            self.need = -1
-
-    def _first_line(self) -> int | None:
-        for start, end, line in self.code.co_lines():
-            if start <= self.instruction < end:
-                return line
-        return None
-
-
-class Group:
-    """One round of a warp operation among the lanes that a mask names."""
-
-    __slots__ = ("kind", "mask", "missing", "result", "threads", "values")
-
-    def __init__(self, kind: str, mask: int, threads: list[Thread]):
-        self.kind = kind
-        self.mask = mask
-        self.threads = threads
-        self.missing = len(threads)
-        self.values: list[Any] = [None] * WARP_SIZE
-        self.result: Any = None
-
-
-class Warp:
-    __slots__ = ("gathering", "groups", "members", "present", "threads")
-
-    def __init__(self, threads: list[Thread]):
-        self.threads = threads
-        self.present = (1 << len(threads)) - 1
-        self.members: dict[int, list[Thread]] = {FULL_MASK: threads}
-        self.groups: list[Group] = []
-        # Lanes inside activemask(), by source position: see Launch._release_active_lanes.
-        self.gathering: dict[Any, list[Thread]] = {}
-
-    def group_for(self, kind: str, mask: int, lane: int) -> Group:
-        """The open group for this operation and mask, a new one if nobody waits in it yet."""
-        for group in self.groups:
-            if group.mask == mask and group.kind == kind:
-                return group
-        if not mask >> lane & 1:
-            raise SimulatorError(f"cuda.{kind}: lane {lane} is not in its own mask 0x{mask:08x}")
-        threads = self.members.get(mask)
-        if threads is None:
-            threads = self.members[mask] = [thread for thread in self.threads if mask >> thread.lane & 1]
-        group = Group(kind, mask, threads)
-        self.groups.append(group)
-        return group
-
-
-class Block:
-    """The threads that run one block after another; only the position and the shared memory change between blocks."""
-
-    __slots__ = ("barrier", "cluster", "index", "rank", "shared", "threads", "warps")
-
-    def __init__(self, launch: Launch):
-        self.index = Dim3(0, 0, 0)
-        self.cluster: Cluster | None = None
-        self.rank = 0
-        self.threads = [Thread(launch, self, i, position) for i, position in enumerate(launch.positions)]
-        self.barrier = Barrier(self.threads)
-        self.warps = []
-        for start in range(0, len(self.threads), WARP_SIZE):
-            warp = Warp(self.threads[start : start + WARP_SIZE])
-            self.warps.append(warp)
-            for thread in warp.threads:
-                thread.warp = warp
-                thread.barrier = self.barrier
-        self.shared = memory.SharedMemory(launch.shared_bytes)
-
-
-class Cluster:
-    """Consecutive blocks along x that run at the same time."""
-
-    __slots__ = ("barrier", "blocks")
-
-    def __init__(self, launch: Launch):
-        self.blocks = [Block(launch) for _ in range(launch.cluster_size)]
-        for rank, block in enumerate(self.blocks):
-            block.cluster = self
-            block.rank = rank
-        self.barrier = Barrier([thread for block in self.blocks for thread in block.threads])
-        for thread in self.barrier.threads:
-            thread.switch()
-
-
-class Thread(greenlet):
-    """One CUDA thread; it stays alive from block to block, since starting a greenlet costs more than a short kernel."""
-
-    __slots__ = ("active_mask", "barrier", "block", "index", "lane", "launch", "naps", "running", "threadIdx", "warp")
-
-    barrier: Barrier
-    warp: Warp
-
-    def __init__(self, launch: Launch, block: Block, index: int, position: Dim3):
-        super().__init__(parent=launch.hub)
-        self.gr_context = launch.context  # type: ignore[misc]
-        self.launch = launch
-        self.block = block
-        self.index = index
-        self.lane = index % WARP_SIZE
-        self.threadIdx = position
-        self.running = False
-        self.naps = 0
-        self.active_mask = 0
-
-    def run(self) -> None:
-        launch = self.launch
-        function, args, ready, hub = launch.function, launch.args, launch.ready, launch.hub
-        try:
-            # Started from the hub: a greenlet inherits the recursion depth of the one that starts it, so that threads
-            # that start each other would reach Python's limit.
-            hub.switch()
-            while not launch.over:
-                if function(*args) is not None:
-                    raise TypeError(f"kernel {launch.name} returned a value; a kernel must return None")
-                self.running = False
-                launch.running -= 1
-                (ready.popleft() if ready else hub).switch()
-        except GreenletExit:
-            return
-        except BaseException as error:
-            launch.failure = (self, error)
 
 
 class Launch:
@@ -216,7 +47,9 @@ class Launch:
         "grid_barrier",
         "grid_dim",
         "hub",
+        "monitor",
         "name",
+        "order",
         "over",
         "positions",
         "ready",
@@ -232,10 +65,12 @@ class Launch:
         self.block_dim = block
         self.name = name
         self.shared_bytes = 0
+        self.monitor: checking.Monitor | None = None
         self.cluster_size = 1
         self.hub = getcurrent()
         self.context: contextvars.Context | None = None
-        self.ready: deque[Thread] = deque()
+        self.order: schedules.Order | None = None
+        self.ready: deque[Thread] | schedules.ShuffledQueue = deque()
         self.running = 0
         self.over = False
         self.failure: tuple[Thread, BaseException] | None = None
@@ -244,6 +79,9 @@ class Launch:
         ]
         self.clusters: list[Cluster] = []
         self.grid_barrier: Barrier | None = None
+
+    def new_barrier(self, threads: list[Thread]) -> Barrier:
+        return Barrier(threads) if self.monitor is None else CheckedBarrier(threads, self.monitor)
 
     def run(self) -> None:
         """Run every block, then end the greenlets, whatever happened."""
@@ -266,7 +104,13 @@ class Launch:
 
     def _places(self) -> Iterator[Dim3]:
         """Where each cluster starts, x fastest. (A product() would first make a tuple of two thousand million.)"""
-        grid = self.grid_dim
+        grid, order = self.grid_dim, self.order
+        if order is not None:
+            columns = grid.x // self.cluster_size
+            for place in order.places(columns * grid.y * grid.z):
+                row, column = divmod(place, columns)
+                yield Dim3(column * self.cluster_size, row % grid.y, row // grid.y)
+            return
         for z in range(grid.z):
             for y in range(grid.y):
                 for x in range(0, grid.x, self.cluster_size):
@@ -275,7 +119,9 @@ class Launch:
     def _start(self, cluster: Cluster, place: Dim3) -> None:
         for rank, block in enumerate(cluster.blocks):
             block.index = Dim3(place.x + rank, place.y, place.z)
-            block.shared = memory.SharedMemory(self.shared_bytes)
+            block.shared = memory.SharedMemory(self.shared_bytes, self.monitor)
+        if self.monitor is not None:
+            self.monitor.start_cluster(cluster)
         threads = cluster.barrier.threads
         for thread in threads:
             thread.running = True
@@ -291,8 +137,12 @@ class Launch:
                 ready.popleft().switch()
                 if self.failure is not None:
                     thread, error = self.failure
+                    if self.monitor is not None:
+                        error = self.monitor.explain(error)
                     raise self._explained(thread, error)
             if not self.running:
+                if self.monitor is not None:
+                    self.monitor.finish()
                 return
             if self._release_active_lanes():
                 continue
@@ -324,19 +174,21 @@ class Launch:
         if barrier is None or barrier.broken or barrier.arrived != self.blocks * len(self.positions):
             raise DivergenceError(report.divergence(self))
         barrier.arrived = 0
+        if self.monitor is not None:
+            self.monitor.complete_grid_barrier()
         for cluster in self.clusters:
             self.ready.extend(cluster.barrier.threads)
 
     def waiting_for_grid(self) -> Barrier:
         """The barrier of the whole grid. It is never full by its own count: most blocks may not have started."""
         if self.grid_barrier is None:
-            self.grid_barrier = Barrier([])
+            self.grid_barrier = self.new_barrier([])
             self.grid_barrier.need = -1
         return self.grid_barrier
 
     def _explained(self, thread: Thread, error: BaseException) -> BaseException:
-        place = f"kernel {self.name}, block {thread.block.index}, thread {thread.threadIdx}"
-        annotate(error, f"in {place}")
+        if not getattr(error, "names_its_place", False):
+            annotate(error, f"in kernel {self.name}, block {thread.block.index}, thread {thread.threadIdx}")
         return error
 
     def _end_threads(self) -> None:
@@ -398,8 +250,45 @@ def launch(
     kernel_name = str(name or getattr(function, "__qualname__", repr(function)))
     if isinstance(getcurrent(), Thread):
         raise SimulatorError(f"launch: kernel {kernel_name} is launched from inside a kernel")
+    run_once = functools.partial(
+        _run_once, function, grid_extents, block_extents, tuple(args), int(shared_bytes), cluster, kernel_name
+    )
+    setting = schedules.current()
     with _launch_lock, np.errstate(all="ignore"):
-        state = Launch(function, Dim3(*grid_extents), Dim3(*block_extents), tuple(args), kernel_name)
-        state.shared_bytes = int(shared_bytes)
-        state.cluster_size = cluster
-        state.run()
+        if setting is None:
+            run_once(None)
+        else:
+            setting.run(run_once, kernel_name, function, args)
+
+
+def _run_once(
+    function: Callable[..., None],
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    args: tuple[Any, ...],
+    shared_bytes: int,
+    cluster: int,
+    name: str,
+    order: schedules.Order | None,
+) -> None:
+    """Run a launch in one order, the usual one for None."""
+    state = Launch(function, Dim3(*grid), Dim3(*block), args, name)
+    state.shared_bytes = shared_bytes
+    state.cluster_size = cluster
+    if order is not None:
+        state.order = order
+        state.ready = order.queue()
+    chosen = checking.current()
+    if chosen is not None:
+        state.monitor = checking.Monitor(chosen, state)
+        code = getattr(function, "__code__", None)
+        state.args = global_arrays(
+            state.args, code.co_varnames[: code.co_argcount] if code is not None else (), state.monitor
+        )
+    if chosen is None or not chosen.uninitialized:
+        for argument in args:
+            forget_allocation(argument)
+    stop = stepping.current()
+    if stop is not None:
+        state.function = stop.stepped(state)
+    state.run()
