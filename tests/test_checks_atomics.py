@@ -100,11 +100,28 @@ def counter_read_by_the_last_to_count(counter, out):
 
 
 @race(
+    "counter[0]",
+    (("a", 1), ("b", 0)),
+    block=2,
+    arguments=lambda: (np.zeros(1, np.int32), poisoned(1, np.int32)),
+    expected=[2],
+    right=counter_read_by_the_last_to_count,
+)
+def counter_read_by_the_first_to_count(counter, out):
+    cuda.threadfence()
+    if cuda.atomic.add(counter, 0, 1) == 0:  # [a]
+        # The other thread counts meanwhile, after this one, and nothing orders that before the read.
+        cuda.nanosleep(100)
+        out[0] = counter[0]  # [b]
+
+
+@race(
     "finished[0]", (("a", 0, 0), ("b", 1, 3)), grid=4, block=2, arguments=lambda: (np.zeros(1, np.int32),), expected=[0]
 )
-def counter_reset_without_a_fence(finished):
+def counter_reset_after_a_fence_of_the_block(finished):
     before = cuda.shared.array(1, np.int32)
     if cuda.threadIdx.x == 0:
+        cuda.threadfence_block()
         before[0] = cuda.atomic.add(finished, 0, 1)  # [a]
     cuda.syncthreads()
     if cuda.threadIdx.x == 1 and before[0] == cuda.gridDim.x - 1:

@@ -15,7 +15,7 @@ if os.environ.get("BURT_NUMBA_TEST_TARGET") == "gpu":
     pytest.skip("tests the simulator, which a GPU run does not use", allow_module_level=True)
 
 from checked_pairs import RAMP, accesses, facts, ramp
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import poisoned
 
@@ -339,6 +339,8 @@ round_of_lanes = st.tuples(
 
 @settings(max_examples=400)
 @given(st.lists(round_of_lanes, min_size=1, max_size=6))
+# The second of two reads by lane 0 is the one that races.
+@example([([[("r", 0)], [], []], [1, 1, 0]), ([[("r", 0)], [("w", 0)], []], [0, 0, 0])])
 def test_races_between_masked_syncwarps(rounds):
     """Against the accesses that each lane can know of: its own, and at a syncwarp what each lane of the mask knows."""
     masks = [

@@ -303,8 +303,8 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __getattr__(self, name: str) -> Any:
         # What else NumPy has is asked of a copy, for which every element is read.
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") or not hasattr(np.ndarray, name):
+            raise AttributeError(f"an array of a kernel has no attribute {name!r}")
         return getattr(self.read_all(_getframe(1)), name)
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, out: Any = (), **options: Any) -> Any:
