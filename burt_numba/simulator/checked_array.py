@@ -78,7 +78,8 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._bytes = raw.itemsize
         # Of a vector, and of a matrix; no index is within those of the other.
         self._bound = raw.shape[0] if raw.ndim == 1 else -1
-        self._rows, self._columns = raw.shape if raw.ndim == 2 else (0, 0)
+        self._rows: int = raw.shape[0] if raw.ndim == 2 else 0
+        self._columns: int = raw.shape[1] if raw.ndim == 2 else 0
         self._row_step = raw.strides[0] if raw.ndim == 2 else 0
         self._step = raw.strides[-1] if raw.ndim else 0
 

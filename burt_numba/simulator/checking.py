@@ -220,7 +220,7 @@ class Monitor:
     # --- accesses -------------------------------------------------------------------------------------------------
 
     def read(self, name: str, cell: Cell, thread: Thread, frame: Any, index: Any) -> None:
-        epoch = thread.block.epoch
+        epoch: Epoch = thread.block.epoch
         write = cell.write
         # Most writes were made before the last barrier of the block.
         if (

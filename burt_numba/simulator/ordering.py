@@ -3,9 +3,9 @@
 Two accesses to one element are ordered when one happens before the other by program order, a barrier of the block,
 the cluster or the grid, ``syncwarp``, or a ``threadfence`` before an atomic that the other thread's atomic follows.
 Shuffles and votes order nothing (CUDA C++ Programming Guide, "Warp Shuffle Functions": they "do not imply a memory
-barrier"). Atomics on one element come one after the other, so that who made the last one comes after all of them.
-Every element keeps its last write, its last atomic, and the reads since: enough to find a race, though not every pair
-that is in one.
+barrier"). Atomics on one element come one after the other, which orders those whose threads had fenced; see
+`unordered_atomic`. Every element keeps its last write, and of the reads and atomics since a few, of different threads:
+enough to find a race, though not every pair that is in one.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class CheckedBarrier(Barrier):
         super().__init__(threads)
 
     @property
-    def arrived(self) -> int:  # type: ignore[override]
+    def arrived(self) -> int:
         return self._arrived
 
     @arrived.setter
@@ -119,7 +119,7 @@ class CheckedBarrier(Barrier):
             self.completed()
 
     @property
-    def kind(self) -> str:  # type: ignore[override]
+    def kind(self) -> str:
         # No kind that anyone compares with, so that whoever comes later is shown to `check_place`.
         return ""
 
@@ -164,7 +164,7 @@ class CheckedGroup(Group):
         self._monitor = monitor
 
     @property
-    def missing(self) -> int:  # type: ignore[override]
+    def missing(self) -> int:
         return self._missing
 
     @missing.setter
