@@ -132,14 +132,19 @@ class SimulatedDeviceFamily(NumPyFamily):
 
     name = "Numba"
 
+    def __init__(self) -> None:
+        from burt_numba.simulator.numba_bridge import host_memory
+
+        self._host_memory = host_memory
+
     def key(self, array: Any) -> tuple[Any, ...]:
-        return "numba", *super().key(array._ary)
+        return "numba", *super().key(self._host_memory(array))
 
     def describe(self, array: Any) -> Description:
-        return super().describe(array._ary)._replace(family=self)
+        return super().describe(self._host_memory(array))._replace(family=self)
 
     def pointer(self, array: Any) -> int:
-        return super().pointer(array._ary)
+        return super().pointer(self._host_memory(array))
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         from burt_numba.backend import cuda
@@ -147,7 +152,7 @@ class SimulatedDeviceFamily(NumPyFamily):
         return cuda.device_array(shape, dtype)
 
     def as_numpy(self, array: Any) -> np.ndarray:
-        return array._ary
+        return self._host_memory(array)
 
 
 class NumbaFamily(Family):
@@ -372,8 +377,11 @@ def stream_handle(stream: Any) -> int:
         if value is not None:
             value = getattr(value, "value", value)
             return int(value or 0)
-    if type(stream).__module__.startswith("numba.cuda.simulator"):
-        return 0
+    if SIMULATED:
+        from burt_numba.simulator.numba_bridge import is_stream
+
+        if is_stream(stream):
+            return 0
     raise TypeError(f"stream: expected a stream of Numba, CuPy, PyTorch or CUDA Python, or its handle, got {stream!r}")
 
 
@@ -414,9 +422,9 @@ def _find_family(array: Any) -> Family | None:
     if type(array).__module__.startswith("numba.cuda."):
         # Either is loaded, or no array of it could exist.
         if SIMULATED:
-            from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+            from burt_numba.simulator.numba_bridge import is_device_array
 
-            return _instance(SimulatedDeviceFamily) if isinstance(array, FakeCUDAArray) else None
+            return _instance(SimulatedDeviceFamily) if is_device_array(array) else None
         from numba.cuda.cudadrv.devicearray import DeviceNDArray
 
         return _instance(NumbaFamily) if isinstance(array, DeviceNDArray) else None

@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 class Region:
     """A stretch of memory that arrays are views of. Places in it are offsets in bytes."""
 
-    __slots__ = ("address", "cells", "granule", "written")
+    __slots__ = ("address", "cells", "granule", "plain", "written")
 
     def __init__(self, address: int, granule: int):
         self.address = address
@@ -38,6 +38,8 @@ class Region:
         """By place, one a granule; None for memory that one thread alone has."""
         self.written: bytearray | None = None
         """A flag for each byte; None where everything counts as written."""
+        self.plain = 0
+        """The bytes of an element that is one granule of memory that several threads share; 0: there is none."""
 
     def split(self, granule: int) -> None:
         """Take smaller granules, for a view of smaller elements."""
@@ -73,6 +75,7 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._monitor = monitor
         if raw.itemsize < region.granule:
             region.split(raw.itemsize)
+        region.plain = region.granule if region.cells is not None else 0
         self._start = raw.__array_interface__["data"][0] - region.address
         self._steps = raw.strides
         self._bytes = raw.itemsize
@@ -90,33 +93,27 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         kind = type(index)
         if kind is int and 0 <= index < self._bound:
             place = self._start + index * self._step
-        elif (
-            kind is tuple
-            and len(index) == 2
-            and type(index[0]) is type(index[1]) is int
-            and 0 <= index[0] < self._rows
-            and 0 <= index[1] < self._columns
-        ):
-            place = self._start + index[0] * self._row_step + index[1] * self._step
         else:
-            found = self._place(index, _getframe(1))
-            if found is None:
-                return self._view(self._raw[index])
-            place, index = found
+            place = -1
+            if kind is tuple and len(index) == 2:
+                row, column = index
+                if type(row) is type(column) is int and 0 <= row < self._rows and 0 <= column < self._columns:
+                    place = self._start + row * self._row_step + column * self._step
+            if place < 0:
+                found = self._place(index, _getframe(1))
+                if found is None:
+                    return self._view(self._raw[index])
+                place, index = found
         region = self._region
-        written, cells = region.written, region.cells
-        if region.granule != self._bytes:
-            self._read(place, index, _getframe(1))
-        else:
-            if written is not None and not written[place]:
-                self._require_written(place, index, getcurrent(), _getframe(1))
-            if cells is not None:
-                cell = cells.get(place)
-                if cell is None:
-                    cell = cells[place] = Cell()
+        written = region.written
+        if region.plain == self._bytes and (written is None or written[place]):
+            cell = region.cells.get(place)  # type: ignore[union-attr]
+            if cell is not None:
                 thread: Any = getcurrent()
                 if cell.quiet is not thread.block.epoch:
                     self._monitor.read(self.name, cell, thread, _getframe(1), index)
+                return self._raw[index]
+        self._read(place, index, _getframe(1))
         return self._raw[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -215,16 +212,19 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _read(self, place: int, index: Any, frame: Any) -> None:
         region = self._region
         thread: Any = getcurrent()
-        if region.written is not None:
+        written = region.written
+        if written is not None and (not written[place] or region.granule != self._bytes):
             self._require_written(place, index, thread, frame)
         cells = region.cells
         if cells is not None:
             cell = cells.get(place)
             if cell is None:
                 cell = cells[place] = Cell()
-            self._monitor.read(self.name, cell, thread, frame, index)
-            for part in range(place + region.granule, place + self._bytes, region.granule):
-                self._monitor.read(self.name, self._cell(part), thread, frame, index)
+            if cell.quiet is not thread.block.epoch:
+                self._monitor.read(self.name, cell, thread, frame, index)
+            if region.granule != self._bytes:
+                for part in range(place + region.granule, place + self._bytes, region.granule):
+                    self._monitor.read(self.name, self._cell(part), thread, frame, index)
 
     def _write(self, place: int, index: Any, value: Any, frame: Any) -> None:
         region = self._region

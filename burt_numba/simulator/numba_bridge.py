@@ -199,6 +199,21 @@ def _call_earlier(kernel: Any, *args: Any) -> Any:
 # --- device arrays --------------------------------------------------------------------------------------------------
 
 
+def is_device_array(thing: Any) -> bool:
+    """Whether this is what ``cuda.device_array`` and its like give in the simulator."""
+    return isinstance(thing, _private_names()["FakeCUDAArray"])
+
+
+def host_memory(array: Any) -> np.ndarray:
+    """What such an array wraps."""
+    return array._ary
+
+
+def is_stream(thing: Any) -> bool:
+    """Whether this is a stream of the simulator, where all work is done at once."""
+    return type(thing).__module__.startswith("numba.cuda.simulator")
+
+
 def _fresh(create: Callable[..., Any]) -> Callable[..., Any]:
     """``cuda.device_array`` and its like, whose memory nobody has written."""
 

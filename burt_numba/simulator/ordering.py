@@ -197,9 +197,9 @@ def unordered_atomic(cell: Cell, thread: Thread, epoch: Epoch) -> Access | None:
 
 THREAD_BITS = 10
 """A block has at most 1,024 threads."""
-MOST_READS = 64
+MOST_READS = 33
 """Of an element: more than a warp has lanes, so that they are of two warps or blocks, one of which no writer is of."""
-_MOST_OF_OTHERS = 32
+_MOST_OF_OTHERS = 4
 
 
 def prune(accesses: dict[int, Any], epoch: Epoch) -> None:
