@@ -1,9 +1,11 @@
 """What each compiled kernel takes of a multiprocessor, for every compute capability, with no GPU.
 
 Every kernel specialisation that the package can launch is compiled to PTX and assembled with ``ptxas -v``. A register
-spill, or any other local memory, fails the check unless resources_allowed.json allows it, by kernel::
+spill, or any other local memory, fails the check unless resources_allowed.json allows it, by kernel, or by compute
+capability, kernel and constants::
 
     {"constrained_softmax_kernel": {"spill_bytes": 0, "stack_bytes": 32, "reason": "..."}}
+    {"7.0 attention_softmax_rows[1024x16x1x1x1]": {"spill_bytes": 16, "stack_bytes": 8, "reason": "..."}}
 
 Run from the root of a checkout, with the extra ``cu13`` or, for compute capability 7.0, ``cu12``::
 
@@ -55,7 +57,8 @@ class Resources:
 
     def excess(self, allowed: dict[str, dict[str, Any]]) -> str | None:
         """Return what is beyond the allowed, in words, or None."""
-        limits = allowed.get(self.kernel, {})
+        one = f"{self.capability[0]}.{self.capability[1]} {self.key.partition('(')[0]}"
+        limits = allowed.get(one) or allowed.get(self.kernel, {})
         beyond = [
             f"{used} bytes of {what}, {limits.get(name, 0)} allowed"
             for name, what, used in (

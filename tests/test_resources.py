@@ -30,12 +30,17 @@ def test_resources_reads_what_ptxas_prints():
         ),
         ({"kernel": {"spill_bytes": 24, "stack_bytes": 63}}, "64 bytes of local memory, 63 allowed"),
         ({"kernel": {"spill_bytes": 24, "stack_bytes": 64}}, None),
+        ({"9.0 kernel[8x1]": {"spill_bytes": 24, "stack_bytes": 64}}, None),
+        ({"8.0 kernel[8x1]": {"spill_bytes": 24, "stack_bytes": 64}}, "24 bytes of spills, 0 allowed"),
+        ({"9.0 kernel[4x1]": {"spill_bytes": 24, "stack_bytes": 64}}, "24 bytes of spills, 0 allowed"),
     ],
 )
 def test_resources_beyond_what_is_allowed(allowed, excess):
     from perf.resources import Resources
 
-    used = Resources((9, 0), "kernel", "key", registers=96, spill_bytes=24, stack_bytes=64, shared_bytes=128)
+    used = Resources(
+        (9, 0), "kernel", "kernel[8x1](f4:1C)", registers=96, spill_bytes=24, stack_bytes=64, shared_bytes=128
+    )
     found = used.excess(allowed)
     assert (found or "").startswith(excess or "")
     assert (found is None) is (excess is None)
