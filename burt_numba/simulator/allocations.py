@@ -109,15 +109,9 @@ def mark_written(array: Array) -> None:
     """The host has written every element of an array."""
     allocation = _allocations.find(array)
     if allocation is not None:
-        item = array.itemsize
-        flat = allocation.flags()
-        if array.flags.c_contiguous:
-            offset = array.__array_interface__["data"][0] - allocation.address
-            flat[offset : offset + array.nbytes] = b"\x01" * array.nbytes
-        else:
-            flags = allocation.flags_of(array)
-            flags = np.lib.stride_tricks.as_strided(flags, (*array.shape, item), (*array.strides, 1))
-            flags[...] = 1
+        first_bytes = allocation.flags_of(array)
+        every_byte = (*array.shape, array.itemsize), (*array.strides, 1)
+        np.lib.stride_tricks.as_strided(first_bytes, *every_byte)[...] = 1
 
 
 def written_so_far(arrays: Iterable[Array]) -> list[tuple[Allocation, bytes]]:

@@ -137,7 +137,6 @@ class Monitor:
         self.checks = checks
         self.launch = launch
         self._serials = 0
-        self._grid_round = 0
         self._reach: _Reach | None = None
         """The last access to the shared memory of another block."""
         self._unwritten: UninitializedReadError | None = None
@@ -147,9 +146,9 @@ class Monitor:
 
     def start_cluster(self, cluster: Any) -> None:
         """A cluster of blocks begins."""
-        self._serials += 1
+        # Every block of a grid has begun before the whole grid meets.
         for rank, block in enumerate(cluster.blocks):
-            block.epoch = Epoch(block.index, self._serials + rank, 0, self._serials, 0, self._grid_round)
+            block.epoch = Epoch(block.index, self._serials + rank, 0, self._serials, 0, 0)
             block.barrier.completed = _BlockRound(self, block)
             for thread in block.threads:
                 thread.seen = thread.known = thread.fenced = thread.fenced_in_block = None
@@ -159,13 +158,9 @@ class Monitor:
     def complete_grid_barrier(self) -> None:
         """Every thread of the grid has met every other."""
         self.settle()
-        self._grid_round += 1
         for cluster in self.launch.clusters:
             for block in cluster.blocks:
-                old = block.epoch
-                block.epoch = Epoch(
-                    old.block, old.serial, old.round + 1, old.cluster, old.cluster_round, self._grid_round
-                )
+                block.epoch = block.epoch.after(grid_rounds=1)
 
     def place(self) -> tuple[tuple[Any, int], ...] | None:
         """How the current thread came to where it is; None where that does not matter."""
@@ -410,8 +405,5 @@ class _ClusterRound:
     def __call__(self) -> None:
         self.monitor.settle()
         for block in self.cluster.blocks:
-            old = block.epoch
-            block.epoch = Epoch(
-                old.block, old.serial, old.round + 1, old.cluster, old.cluster_round + 1, old.grid_round
-            )
+            block.epoch = block.epoch.after(cluster_rounds=1)
         share_knowledge(self.cluster.barrier.threads)

@@ -11,17 +11,19 @@ _PACKAGE = __name__.rpartition(".")[0]
 
 def call_chain(frame: Any) -> tuple[tuple[Any, int], ...]:
     """(code, line) of each call in a kernel that led to a frame of the simulator, the kernel's own last."""
-    while frame is not None and _is_simulator(frame):
+    while frame is not None and is_simulator(frame):
         frame = frame.f_back
     chain = []
-    while frame is not None and not _is_simulator(frame):
+    while frame is not None and not is_simulator(frame):
         chain.append((frame.f_code, frame.f_lineno))
         frame = frame.f_back
     return tuple(chain)
 
 
-def _is_simulator(frame: Any) -> bool:
-    return frame.f_globals.get("__name__", "").startswith(_PACKAGE)
+def is_simulator(frame: Any) -> bool:
+    """Whether a frame runs code of this package."""
+    name = frame.f_globals.get("__name__", "")
+    return name == _PACKAGE or name.startswith(_PACKAGE + ".")
 
 
 def describe_chain(chain: tuple[tuple[Any, int], ...]) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import linecache
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from burt_numba.simulator.places import call_chain, describe_chain, is_simulator
 
 if TYPE_CHECKING:
     from burt_numba.simulator.scheduler import Launch
     from burt_numba.simulator.threads import Block, Thread
-
-_PACKAGE = __name__.rpartition(".")[0]
 
 
 def ranges(indices: Iterable[int]) -> str:
@@ -24,15 +23,6 @@ def ranges(indices: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def _inside_simulator(frame: Any) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    return name == _PACKAGE or name.startswith(_PACKAGE + ".")
-
-
-def _place(frame: Any) -> str:
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-
-
 def _whereabouts(thread: Thread) -> str:
     if not thread.running:
         return "exited"
@@ -40,7 +30,7 @@ def _whereabouts(thread: Thread) -> str:
     if frame is None:
         return "not started"
     call = frame
-    while frame is not None and _inside_simulator(frame):
+    while frame is not None and is_simulator(frame):
         call, frame = frame, frame.f_back
     operation = call.f_code.co_name
     if operation == "sync":
@@ -50,13 +40,7 @@ def _whereabouts(thread: Thread) -> str:
         operation += f" with mask 0x{int(mask) & 0xFFFFFFFF:08x}"
     if frame is None:
         return f"waiting in {operation}"
-    text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-    chain = ""
-    caller = frame.f_back
-    while caller is not None and not _inside_simulator(caller):
-        chain += f", called from {_place(caller)}"
-        caller = caller.f_back
-    return f"waiting in {operation} at {_place(frame)}: {text}{chain}"
+    return f"waiting in {operation} at {describe_chain(call_chain(frame))}"
 
 
 def _block_lines(launch: Launch, block: Block) -> list[str]:

@@ -18,6 +18,7 @@ import greenlet
 from burt_numba.simulator import installation
 from burt_numba.simulator.checking import Monitor
 from burt_numba.simulator.errors import SimulatorError
+from burt_numba.simulator.places import is_simulator
 
 if TYPE_CHECKING:
     import pdb
@@ -232,7 +233,7 @@ class _SteppedThread:
 
     def get_stack(self, frame: Any, traceback: Any) -> Any:
         stack, place = super().get_stack(frame, traceback)  # type: ignore[misc]
-        hidden = sum(_is_simulator(frame) for frame, _ in stack[:1])
+        hidden = sum(is_simulator(frame) for frame, _ in stack[:1])
         return stack[hidden:], place - hidden
 
 
@@ -261,18 +262,13 @@ _PACKAGE = __name__.rpartition(".")[0]
 _BRIDGE = f"{_PACKAGE}.numba_bridge"
 
 
-def _is_simulator(frame: Any) -> bool:
-    name = frame.f_globals.get("__name__", "")
-    return name == _PACKAGE or name.startswith(_PACKAGE + ".")
-
-
 def _is_simulator_at_work(frame: Any) -> bool:
     """Whether a frame is the simulator's, or of something that the simulator called (as NumPy) below the kernel."""
-    if _is_simulator(frame):
+    if is_simulator(frame):
         return True
     caller = frame.f_back
     while caller is not None and caller.f_code is not _step_through.__code__:
-        if _is_simulator(caller) and caller.f_globals.get("__name__") != _BRIDGE:
+        if is_simulator(caller) and caller.f_globals.get("__name__") != _BRIDGE:
             return True
         caller = caller.f_back
     return False
