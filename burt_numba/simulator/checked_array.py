@@ -162,6 +162,11 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         """(place, index as plain integers) of an element; None for a view."""
         raw = self._raw
         indices = index if type(index) is tuple else (index,)
+        if len(indices) == 2:
+            # Most often two plain integers within a matrix.
+            row, column = indices
+            if type(row) is type(column) is int and 0 <= row < self._rows and 0 <= column < self._columns:
+                return self._start + row * self._row_step + column * self._step, index
         if len(indices) != raw.ndim:
             self._check_view(indices, frame)
             return None

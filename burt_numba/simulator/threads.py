@@ -83,7 +83,7 @@ class Barrier:
 
     def _on_first_line(self, frame: Any) -> bool:
         # One source line may be compiled to several instructions (a `finally` suite is copied).
-        return self.code is frame.f_code and self._first_line() == frame.f_lineno
+        return self.code is frame.f_code and (self.instruction == frame.f_lasti or self._first_line() == frame.f_lineno)
 
     def _first_line(self) -> int | None:
         for start, end, line in self.code.co_lines():
