@@ -284,10 +284,10 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int, mask_ki
                 _report_bad_scores(
                     read_pair,
                     source,
-                    np.int64(first_column),
+                    first_column,
                     vector,
-                    np.int64(visible),
-                    np.int64(stride),
+                    visible,
+                    np.int32(stride),
                     output_offset,
                     errors,
                     lanes,
