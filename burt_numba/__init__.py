@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from burt_numba import kernels, reference, simulator
     from burt_numba.attention_softmax import attention_softmax
+    from burt_numba.cifg import batched_cifg_update, cifg_update
     from burt_numba.constrained_softmax import constrained_softmax
     from burt_numba.host.errors import (
         BurtDimensionError,
@@ -44,6 +45,7 @@ _ERRORS = (
 )
 _HOMES = {
     **{name: f"burt_numba.{name}" for name in _FUNCTIONS},
+    **dict.fromkeys(("batched_cifg_update", "cifg_update"), "burt_numba.cifg"),
     **dict.fromkeys(_ERRORS, "burt_numba.host.errors"),
     "plan": "burt_numba.planning",
 }
@@ -56,7 +58,9 @@ __all__ = [
     "BurtWarning",
     "ErrorBuffer",
     "attention_softmax",
+    "batched_cifg_update",
     "check",
+    "cifg_update",
     "constrained_softmax",
     "kernels",
     "plan",

@@ -6,15 +6,30 @@ from typing import Any
 
 from burt_numba.attention_softmax import plan as _plan_attention_softmax
 from burt_numba.attention_softmax import specialisations as _attention_softmax_specialisations
+from burt_numba.cifg import plan as _plan_cifg_update
+from burt_numba.cifg import plan_batched as _plan_batched_cifg_update
+from burt_numba.cifg import specialisations as _cifg_specialisations
 from burt_numba.constrained_softmax import plan as _plan_constrained_softmax
 from burt_numba.constrained_softmax import specialisations as _constrained_softmax_specialisations
 from burt_numba.host.errors import BurtDimensionError
 from burt_numba.host.plans import Plan
+from burt_numba.kernels_by_hand import documented_specialisations
 from burt_numba.validation import validation_specialisations
 
-_PLANS = {"attention_softmax": _plan_attention_softmax, "constrained_softmax": _plan_constrained_softmax}
+_PLANS = {
+    "attention_softmax": _plan_attention_softmax,
+    "batched_cifg_update": _plan_batched_cifg_update,
+    "cifg_update": _plan_cifg_update,
+    "constrained_softmax": _plan_constrained_softmax,
+}
 
-SPECIALISATIONS = (_attention_softmax_specialisations, _constrained_softmax_specialisations, validation_specialisations)
+SPECIALISATIONS = (
+    _attention_softmax_specialisations,
+    _cifg_specialisations,
+    _constrained_softmax_specialisations,
+    documented_specialisations,
+    validation_specialisations,
+)
 """What each part of the package can launch."""
 
 
@@ -30,6 +45,8 @@ def plan(name: str, *, compute_capability: tuple[int, int] = (9, 0), **dims: Any
     **dims
         ``constrained_softmax``: batch_size, num_classes. ``attention_softmax``: batch_size, num_heads, seq_len
         (queries), key_len (seq_len), masked (False), causal (False), causal_offset (0). Both: dtype ("float32").
+        ``cifg_update``: d_model, input_dim (d + n). ``batched_cifg_update``: batch_size, too, and shared_memory_mode
+        (False). Both: multiprocessors (132) of the device.
 
     Returns
     -------

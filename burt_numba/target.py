@@ -16,6 +16,15 @@ GROUP_BLOCK = 128
 DOCUMENTED_THREADS = 1024
 """Threads of a block that the documented launches may ask for."""
 
+DOCUMENTED_CIFG_THREADS = 256
+"""Those of the matrix memory: as many as the documented block has at most. More leave too few registers."""
+
+COUNTER_STRIDE = 16
+"""int64 cells between the counters of two groups of blocks: one cache line each."""
+
+GATE_SAMPLES, GATE_COLUMNS, GATE_THREADS = 32, 16, 512
+"""Samples and columns of a block that computes gates, a thread for each pair at the end."""
+
 MAX_CLUSTER_BLOCKS = 8
 """Blocks in a cluster that every device with clusters can place."""
 
@@ -39,3 +48,6 @@ def most_shared_bytes(capability: tuple[int, int]) -> int:
 
 SIMULATED_CAPABILITY = (9, 0)
 """The compute capability that the simulator stands for."""
+
+SIMULATED_MULTIPROCESSORS = 4
+"""Few, so that matrices are not spread over more blocks than one host thread should run."""

@@ -11,7 +11,8 @@ from pathlib import Path
 # The raw launches of host_time are small on purpose; Numba would warn about each. Read when Numba is imported.
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
 
-OPERATIONS = ("constrained_softmax", "attention_softmax")
+OPERATIONS = ("constrained_softmax", "attention_softmax", "cifg_update", "batched_cifg_update", "cifg")
+"""What --op takes; "cifg" is both functions of the memory."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -46,15 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
 
     # After the environment is set: these import Numba and, where it is installed, torch.
-    from perf import bench_attention_softmax, bench_constrained_softmax
+    from perf import bench_attention_softmax, bench_cifg, bench_constrained_softmax
+    from perf.case import is_of
     from perf.record import CsvFile, Environment, make_console, show
 
     console = make_console()
     cases = [
         case
-        for bench in (bench_attention_softmax, bench_constrained_softmax)
+        for bench in (bench_attention_softmax, bench_cifg, bench_constrained_softmax)
         for case in bench.list_cases()
-        if options.op in (None, case.op)
+        if is_of(case.op, options.op)
         and case.matches(options.filter)
         and (case.limit is not None or not (options.quick or options.limits))
     ]

@@ -65,6 +65,10 @@ class Case:
     cached: bool = False
     """Time calls over one set of buffers, so that small inputs come from the L2 cache."""
     in_place: bool = False
+    steady: bool = False
+    """In place, and a call leaves the values that it found: calls may follow one another over the same buffers."""
+    has_plain: bool = True
+    """torch.softmax of the same shape is the operation without its constraint."""
     offset: int = 0
     """Elements by which the buffers start past an aligned address."""
 
@@ -80,7 +84,7 @@ class Case:
     @property
     def data(self) -> str:
         """Where the timed calls find their inputs."""
-        if self.in_place:
+        if self.in_place and not self.steady:
             return "fresh"
         return "cached" if self.cached else "rotated"
 
@@ -96,6 +100,15 @@ class Case:
     def arguments(self, inputs: Inputs) -> tuple[Any, ...]:
         """Return what `eager` takes."""
         return tuple(inputs.get(name) for name in self.eager_inputs)
+
+
+BASE_NAMES = {"cifg": ("cifg_update", "batched_cifg_update")}
+"""Functions that share a name in package, tests and perf."""
+
+
+def is_of(operation: str, asked: str | None) -> bool:
+    """Whether a function is the one asked for, or of the base name asked for; all are where nothing is."""
+    return asked is None or operation == asked or operation in BASE_NAMES.get(asked, ())
 
 
 def sets_to_rotate(set_bytes: int, cache_bytes: int, most: int = 1024) -> int:

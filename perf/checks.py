@@ -16,6 +16,8 @@ NORM_LIMIT = {
     ("attention_softmax", "float32"): 1e-5,
     ("constrained_softmax", "float16"): 2e-3,
     ("attention_softmax", "float16"): 2e-3,
+    ("cifg_update", "float32"): 5e-6,
+    ("batched_cifg_update", "float32"): 5e-6,
 }
 """Limits on ‖out − ref‖ / ‖ref‖, the ones that the operations promise."""
 

@@ -23,16 +23,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perf.case import BASE_NAMES, is_of
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from perf.record import CsvFile, Record
 
-OPERATIONS = ("constrained_softmax", "attention_softmax")
+OPERATIONS = ("constrained_softmax", "attention_softmax", "cifg_update", "batched_cifg_update")
 SHAPES = {
     "constrained_softmax": ((32, 1_000), (32, 5_000)),
     "attention_softmax": ((2, 4, 64, 64), (2, 4, 512, 512)),
+    "cifg_update": ((32, 32), (512, 512)),
+    "batched_cifg_update": ((4, 64, 64), (200, 64, 64)),
 }
+"""Of the first input, and of the output."""
 STAGES = (
     "import numpy",
     "import burt_numba",
@@ -66,13 +71,19 @@ def child(op: str) -> None:
     pairs = []
     for shape in SHAPES[op]:
         values = np.random.default_rng(0).normal(0, 3, shape).astype(np.float32)
-        values[..., 0] += 40  # a clear leader: no row records an event
-        pairs.append((cuda.to_device(values), cuda.device_array(shape, np.float32)))
+        if op in BASE_NAMES["cifg"]:
+            batch, d = shape[:-2], shape[-1]
+            shapes = ((*batch, d), (*batch, d), (d, 2 * d), (d,))  # h, x, W_f, b_f
+            arrays = [values / 1000, *(np.ones(other, np.float32) for other in shapes)]
+        else:
+            values[..., 0] += 40  # a clear leader: no row records an event
+            arrays = [values]
+        pairs.append(([cuda.to_device(array) for array in arrays], cuda.device_array(shape, np.float32)))
     small, large = pairs
     cuda.synchronize()
     times.append(clock())
-    for array, out in (small, small, large):
-        function(array, out=out)
+    for arguments, out in (small, small, large):
+        function(*arguments, out=out)
         cuda.synchronize()
         times.append(clock())
     seconds = dict(zip(STAGES, (after - before for before, after in itertools.pairwise(times)), strict=True))
@@ -108,7 +119,7 @@ def run(console: Console, csv: CsvFile, op: str | None = None, quick: bool = Fal
     from perf.record import Record
 
     records = []
-    for name in OPERATIONS if op is None else (op,):
+    for name in (operation for operation in OPERATIONS if is_of(operation, op)):
         seconds: dict[tuple[str, str], list[float]] = {}
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -23,6 +23,7 @@ from rich.console import Console
 import burt_numba
 from burt_numba import kernels
 from burt_numba.backend import cuda
+from perf.case import is_of
 from perf.record import CsvFile, Record, microseconds
 from perf.timing import torch
 
@@ -42,9 +43,12 @@ LIMIT_US = {
     ("cupy", "new output"): 20.0,
 }
 """Asked of our functions, by array family; an output of Numba's own allocation (about 30 µs) has no limit."""
+MEMORY_LIMIT_US = 25.0
+"""Asked of an update of a memory, in any family: ten arrays, and two launches for a batch."""
 
 ROWS, CLASSES = 32, 64
 HEADS_SHAPE = (2, 4, 16, 16)
+SAMPLES, MEMORY_SIZE = 4, 32
 NO_EVENT = np.iinfo(np.int64).max
 
 
@@ -59,7 +63,9 @@ class Timed:
     ours: bool = True
 
     def limit(self) -> float | None:
-        return LIMIT_US.get((self.family, self.variant)) if self.ours else None
+        if not self.ours:
+            return None
+        return MEMORY_LIMIT_US if is_of(self.op, "cifg") else LIMIT_US.get((self.family, self.variant))
 
 
 def host_arrays() -> dict[str, np.ndarray]:
@@ -97,15 +103,35 @@ def list_functions(op: str | None = None) -> Iterator[Timed]:
             ("attention_softmax", plain, scores_out),
             ("attention_softmax with a mask", masked, scores_out),
         ):
-            if op is None or name.split()[0] == op:
+            if is_of(name.split()[0], op):
                 yield Timed(name, family, "out=", functools.partial(function, out=out))
                 yield Timed(name, family, "new output", function)
+        yield from memory_functions(family, convert, op)
     if torch is not None:
         x = torch.from_numpy(hosts["logits"]).to("cuda")
         out = torch.empty_like(x)
         yield Timed("torch.softmax", "torch", "out=", lambda: torch.softmax(x, -1, out=out), ours=False)
         yield Timed("torch.softmax", "torch", "new output", lambda: torch.softmax(x, -1), ours=False)
     yield from raw_launches(op)
+
+
+def memory_functions(family: str, convert: Callable[[np.ndarray], object], op: str | None) -> Iterator[Timed]:
+    """Updates of a memory. A gate of 1 leaves it as it is, so that any number of calls records no event."""
+    random = np.random.default_rng(0)
+    d = MEMORY_SIZE
+    for name, batch in (("cifg_update", ()), ("batched_cifg_update", (SAMPLES,))):
+        if not is_of(name, op):
+            continue
+        shapes = ((*batch, d, d), (*batch, d), (*batch, d), (d, 2 * d))
+        arrays = [convert(random.normal(0, 0.02, shape).astype(np.float32)) for shape in shapes]
+        arrays.append(convert(np.full(d, 40, np.float32)))
+        update = functools.partial(getattr(burt_numba, name), *arrays)
+        vector = convert(np.zeros((*batch, d), np.float32))
+        certificate = convert(np.full(batch or (1,), 0.9, np.float32))
+        yield Timed(name, family, "in place", update)
+        yield Timed(name, family, "out=", functools.partial(update, out=convert(np.zeros(shapes[0], np.float32))))
+        carried = functools.partial(update, power_vector=vector, sigma_bound=certificate)
+        yield Timed(name, family, "in place, carried", carried)
 
 
 def raw_launches(op: str | None) -> Iterator[Timed]:

@@ -119,7 +119,7 @@ class Runner:
         whole_us = None
         if wants == "whole copy":
             whole_us = measure_copy(case.whole_bytes, bench.copy_sets(case.whole_bytes)).median
-        if self.settings.compare or wants == "plain":
+        if (self.settings.compare and case.has_plain) or wants == "plain":
             record.plain_us = bench.measure_plain().median
         if case.limit is not None:
             measured = {"copy": record.copy_us, "whole copy": whole_us, "plain": record.plain_us}
@@ -179,7 +179,8 @@ class Bench:
         self.sets = 1 if case.cached else sets_to_rotate(set_bytes, cache_bytes())
         self.inputs: list[Inputs]
         if case.in_place:
-            self.sets = IN_PLACE_CALLS
+            if not case.steady:
+                self.sets = IN_PLACE_CALLS
             self.outs = [first.clone() for _ in range(self.sets)]
             self.inputs = [{**self.fresh, case.first: out} for out in self.outs]
         else:
@@ -233,7 +234,7 @@ class Bench:
             if not torch.allclose(self.outs[0], expected, rtol=rtol, atol=atol):
                 raise Wrong("a replayed graph gives another result than the checked call")
 
-        if case.in_place:
+        if case.in_place and not case.steady:
             return measure([timed(i) for i in range(self.sets)], before=self.poison, count=self.sets, verify=verify)
         return measure([timed(i) for i in range(self.sets)], verify=verify)
 

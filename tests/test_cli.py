@@ -14,6 +14,7 @@ from burt_numba import reference
 from burt_numba.backend import cuda
 from burt_numba.cli import driver, main
 from burt_numba.cli.check import relative_error as check_relative_error
+from burt_numba.cli.command import OPERATIONS
 from burt_numba.cli.plan import parse_dims
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,7 +70,9 @@ def test_version(run):
     assert run("--version") == (0, f"burt-numba {burt_numba.__version__}\n", "")
 
 
-@pytest.mark.parametrize("words", [(), ("run",), ("run", "constrained_softmax"), ("plan",), ("check",)])
+@pytest.mark.parametrize(
+    "words", [(), ("run",), ("run", "constrained_softmax"), ("run", "cifg_update"), ("plan",), ("check",)]
+)
 def test_help(run, words):
     status, out, err = run(*words, "--help")
     assert (status, err) == (0, "")
@@ -168,15 +171,14 @@ def test_info(run):
 # check ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("operation", ["constrained_softmax", "attention_softmax"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_check_passes(run, operation):
     status, out, _ = run("check", "--op", operation)
     assert status == 0, out
     assert "FAIL" not in out
-    assert out.splitlines()[-1].endswith(" passed, 0 failed")
-    others = {"constrained_softmax", "attention_softmax"} - {operation}
-    assert operation in out
-    assert not any(other in out for other in others)
+    _, _, *rows, last = out.splitlines()
+    assert last == f"{len(rows)} passed, 0 failed"
+    assert {row.split()[0] for row in rows} == {operation}
 
 
 def scaled(operation):
@@ -199,6 +201,21 @@ def loose(operation):
     return lambda logits, bound, *arguments, **options: operation(logits, 2 * bound, *arguments, **options)
 
 
+def unbounded(operation):
+    """Forgets and writes, and leaves the largest singular value as it comes."""
+    return lambda C, h, x, W_f, b_f, bound, **options: operation(C, h, x, W_f, b_f, 1e6, **options)
+
+
+def transposed(operation):
+    """Forgets columns instead of rows."""
+
+    def wrong(C, *arguments, out, **options):
+        out[...] = np.swapaxes(C, -2, -1)
+        return operation(out, *arguments, **options)
+
+    return wrong
+
+
 @pytest.mark.parametrize(
     ("operation", "variant"),
     [
@@ -206,6 +223,13 @@ def loose(operation):
         ("attention_softmax", silent),
         ("constrained_softmax", scaled),
         ("constrained_softmax", loose),
+        ("cifg_update", scaled),
+        ("cifg_update", silent),
+        ("cifg_update", unbounded),
+        ("cifg_update", transposed),
+        ("batched_cifg_update", scaled),
+        ("batched_cifg_update", unbounded),
+        ("batched_cifg_update", transposed),
     ],
 )
 def test_check_notices_a_wrong_operation(run, monkeypatch, operation, variant):
@@ -235,7 +259,7 @@ def racing(operation):
 
 
 @IN_THE_SIMULATOR
-@pytest.mark.parametrize("operation", ["constrained_softmax", "attention_softmax"])
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_check_under_all_checks_passes(run, operation):
     status, out, _ = run("check", "--sanitize", "--op", operation)
     assert status == 0, out
@@ -401,6 +425,110 @@ def test_run_attention_softmax_counts_rows_without_keys(run, tmp_path):
     assert "3 of 6 (50.0%)" in out
 
 
+def memory_arrays(names="C h x W_f b_f", d=6, n=3, batch=(), C_batch=()):
+    """Arrays of an update, by name: a memory well within the bound, and what lifts it above."""
+    shapes = ((*C_batch, d, d), (*batch, d), (*batch, n), (d, d + n), (d,))
+    scales = (0.1, 1.0, 1.0, 0.3, 1.0)
+    return {
+        name: normal(shape, scale, seed=seed).astype(np.float32)
+        for seed, (name, shape, scale) in enumerate(zip(names.split(), shapes, scales, strict=True))
+    }
+
+
+def test_run_cifg_update(run, tmp_path):
+    arrays = memory_arrays()
+    # In another order, as a transposed memory comes out of NumPy.
+    np.savez(tmp_path / "in.npz", **{**arrays, "C": np.asfortranarray(arrays["C"])}, other=np.zeros(3))
+    status, out, _ = run("run", "cifg_update", "--input", "in.npz", "--output", "out.npz")
+    assert status == 0
+
+    written = np.load(tmp_path / "out.npz")
+    assert sorted(written.files) == ["C", "forget_gate", "sigma"]
+    expected = reference.cifg_update(**arrays)
+    assert relative_error(written["C"], expected.memory) <= LIMITS["float32"]
+    np.testing.assert_allclose(written["forget_gate"], expected.forget_gate, rtol=1e-5)
+    np.testing.assert_allclose(written["sigma"], expected.sigma, rtol=1e-3)
+    assert expected.sigma > 0.95
+
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    change = np.linalg.norm(written["C"] - arrays["C"]) / np.linalg.norm(arrays["C"])
+    for line in (
+        "cifg_update, spectral bound 0.95 → out.npz",
+        "C (6, 6) float32",
+        f"mean forget gate {written['forget_gate'].mean():.4f}",
+        f"largest sigma before the projection {written['sigma'][0]:.4f}",
+        "memories projected 1 of 1 (100.0%)",
+        f"change of C, relative {change:.4f}",
+        "recorded events none",
+    ):
+        assert line in shown, out
+
+
+@pytest.mark.parametrize(("shared", "words"), [(False, ()), (True, ("--shared-memory-mode",))])
+def test_run_batched_cifg_update(run, tmp_path, shared, words):
+    arrays = memory_arrays("C H X W_f b_f", batch=(3,), C_batch=() if shared else (3,))
+    np.savez(tmp_path / "in.npz", **arrays)
+    status, out, _ = run("run", "batched_cifg_update", "--input", "in.npz", "--output", "out.npz", *words)
+    assert status == 0
+    written = np.load(tmp_path / "out.npz")
+    expected = reference.batched_cifg_update(**arrays, shared_memory_mode=shared)
+    assert relative_error(written["C"], expected.memory) <= LIMITS["float32"]
+    np.testing.assert_allclose(written["forget_gate"], expected.forget_gate, rtol=1e-5)
+    assert written["sigma"].shape == ((1,) if shared else (3,))
+    projected = int(np.sum(expected.sigma > 0.95))
+    matrices = 1 if shared else 3
+    assert f"{projected} of {matrices} ({projected / matrices:.1%})" in out
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "parameters"),
+    [
+        ("--spectral-bound", "0.5", {"spectral_bound": 0.5}),
+        ("--projection", "scale", {"projection": "scale"}),
+        ("--power-iterations", "0", {"power_iterations": 0}),
+    ],
+)
+@pytest.mark.parametrize("function", ["cifg_update", "batched_cifg_update"])
+def test_every_option_of_the_memory_reaches_it(run, tmp_path, function, option, value, parameters):
+    batched = function == "batched_cifg_update"
+    batch = (2,) if batched else ()
+    arrays = memory_arrays("C H X W_f b_f" if batched else "C h x W_f b_f", batch=batch, C_batch=batch)
+    np.savez(tmp_path / "in.npz", **arrays)
+    status, _, _ = run("run", function, "--input", "in.npz", "--output", "out.npz", option, value)
+    assert status == 0
+    results = []
+    for chosen in (parameters, {}):
+        results.append(np.empty_like(arrays["C"]))
+        # Without any step the projection may miss its bound, which is recorded.
+        getattr(burt_numba, function)(**arrays, **chosen, out=results[-1], errors=burt_numba.ErrorBuffer())
+    written = np.load(tmp_path / "out.npz")["C"]
+    np.testing.assert_array_equal(written, results[0])
+    assert (written != results[1]).any(), "the option changed nothing"
+
+
+def test_run_a_memory_with_events(run, tmp_path):
+    arrays = memory_arrays()
+    arrays["C"][1, 2] = np.nan
+    arrays["h"][3] = np.inf
+    np.savez(tmp_path / "in.npz", **arrays)
+    status, out, err = run("run", "cifg_update", "--input", "in.npz", "--output", "out.npz")
+    assert status == 0
+    assert "Warning" not in err
+    assert "1 × NAN_INPUT (code 1), 1 × INF_INPUT (code 2)" in out
+    assert np.isfinite(np.load(tmp_path / "out.npz")["C"]).all()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_run_a_memory_on_no_samples(run, tmp_path, shared):
+    arrays = memory_arrays("C H X W_f b_f", batch=(0,), C_batch=() if shared else (0,))
+    np.savez(tmp_path / "in.npz", **arrays)
+    words = ["--shared-memory-mode"] * shared
+    status, out, _ = run("run", "batched_cifg_update", "--input", "in.npz", "--output", "out.npz", *words)
+    assert status == 0
+    assert "memories projected" in out
+    np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["C"], arrays["C"])
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -421,6 +549,14 @@ def test_run_attention_softmax_counts_rows_without_keys(run, tmp_path):
         (("attention_softmax", "--input", "good.npy"), "attention_softmax: scores: "),
         (("attention_softmax", "--input", "scores.npy", "--causal"), "attention_softmax: causal_offset: "),
         (("attention_softmax", "--input", "scores.npy", "--causal-offset", "1"), "has no effect without --causal"),
+        (("cifg_update", "--input", "two.npz"), "holds no array named C (it holds: logits, labels)"),
+        (("cifg_update", "--input", "memory.npz"), "memory.npz: holds no array named x (it holds: C, h, W_f, b_f)"),
+        (("batched_cifg_update", "--input", "memory.npz"), "holds no array named H (it holds: C, W_f, b_f)"),
+        (("cifg_update", "--input", "good.npy"), "good.npy: holds no array named h (it holds: C)"),
+        (("cifg_update", "--input", "update.npz"), "cifg_update: C: expected shape (3, 3), got "),
+        (("cifg_update", "--input", "update.npz", "--spectral-bound", "0"), "cifg_update: spectral_bound: "),
+        (("cifg_update", "--input", "update.npz", "--projection", "cut"), "argument --projection: invalid choice"),
+        (("cifg_update", "--input", "update.npz", "--shared-memory-mode"), "unrecognized arguments: --shared"),
     ],
 )
 def test_run_refuses(refused, tmp_path, words, message):
@@ -433,6 +569,9 @@ def test_run_refuses(refused, tmp_path, words, message):
     np.save(tmp_path / "integers.npy", np.zeros((2, 5), np.int32))
     np.save(tmp_path / "good.npy", normal((3, 4)))
     np.save(tmp_path / "scores.npy", normal((1, 1, 2, 3)))
+    update = {**memory_arrays(d=3), "C": np.zeros((3, 4), np.float32)}
+    np.savez(tmp_path / "update.npz", **update)
+    np.savez(tmp_path / "memory.npz", **{name: array for name, array in update.items() if name != "x"})
     assert message in refused("run", *words, "--output", "out.npz")
     assert not (tmp_path / "out.npz").exists()
 
@@ -500,6 +639,8 @@ def test_plan_refuses(refused, words, message):
     [
         ("constrained_softmax", {"batch_size": 32, "num_classes": 50_000}),
         ("attention_softmax", {"batch_size": 2, "num_heads": 8, "seq_len": 512, "causal": True}),
+        ("cifg_update", {"d_model": 512, "input_dim": 1024, "multiprocessors": 68}),
+        ("batched_cifg_update", {"batch_size": 2, "d_model": 5, "input_dim": 6, "shared_memory_mode": True}),
     ],
 )
 def test_plan(run, operation, dims):

@@ -1,4 +1,4 @@
-"""plan(): the documented launch, the launches that are made, and the bytes, for both softmaxes."""
+"""plan(): the documented launch, the launches that are made, and the bytes, for every function."""
 
 from importlib import import_module
 
@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import burt_numba
-from burt_numba import BurtDimensionError, plan, simulator
+from burt_numba import BurtDimensionError, cifg, plan, simulator
+from burt_numba.cifg_launches import memory_launches
 from burt_numba.host import rows as rows_module
 from burt_numba.host.plans import LaunchPlan, Plan
 
@@ -52,6 +53,31 @@ def test_documented_attention_softmax_of_other_keys():
     assert (documented.grid, documented.block) == ((8, 1), 608)
 
 
+@pytest.mark.parametrize("input_dim_more", [0, 7])
+@pytest.mark.parametrize(("d_model", "block"), [(1, 32), (32, 32), (33, 64), (255, 256), (256, 256), (257, 256)])
+def test_documented_cifg_update(d_model, block, input_dim_more):
+    """Grid (d), block min(d, 256) in whole warps; the documented d * 4 bytes cannot hold [h; x], so 4 bytes of each."""
+    width = d_model + input_dim_more
+    documented = plan("cifg_update", d_model=d_model, input_dim=width).documented
+    assert documented.kernel == "cifg_update_kernel"
+    assert (documented.grid, documented.block, documented.shared_bytes) == ((d_model,), block, 4 * width)
+
+
+@pytest.mark.parametrize(("shared", "grid"), [(False, (3, 300)), (True, (300,))])
+def test_documented_batched_cifg_update(shared, grid):
+    """Grid (B, d), or (d) with the samples one after the other in each block."""
+    dims = {"batch_size": 3, "d_model": 300, "input_dim": 400, "shared_memory_mode": shared}
+    documented = plan("batched_cifg_update", **dims).documented
+    assert documented.kernel == "batched_cifg_update_kernel"
+    assert (documented.grid, documented.block, documented.shared_bytes) == (grid, 256, 1600)
+
+
+@pytest.mark.parametrize("dims", [{"d_model": 8, "input_dim": 8}, {"batch_size": 2, "d_model": 8, "input_dim": 8}])
+def test_documented_memory_kernels_can_be_launched_by_name(dims):
+    function = "batched_cifg_update" if "batch_size" in dims else "cifg_update"
+    assert hasattr(burt_numba.kernels, plan(function, **dims).documented.kernel)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("function", SIZES)
 def test_documented_kernels_can_be_launched_by_name(function, dtype):
@@ -93,6 +119,37 @@ def test_bytes_of_causal_scores():
     assert (planned.input_bytes, planned.output_bytes) == (2 * 3 * (1 + 2 + 3 + 4) * 4, 2 * 3 * 16 * 4)
 
 
+def test_bytes_of_cifg_update():
+    """The documented table: d² 4 + 2 d 4 + n 4 bytes in, none out (in place), d 4 beside them, and our workspace."""
+    planned = plan("cifg_update", d_model=100, input_dim=130)
+    assert (planned.input_bytes, planned.output_bytes) == (4 * (100 * 100 + 2 * 100 + 30), 0)
+    workspace = memory_launches(100, 1, False, (9, 0), 132).workspace(100, 1, 100)
+    assert planned.temporary_bytes == 4 * 100 + sum(workspace)
+
+
+@pytest.mark.parametrize(("shared", "matrices"), [(False, 3), (True, 1)])
+def test_bytes_of_batched_cifg_update(shared, matrices):
+    planned = plan("batched_cifg_update", batch_size=3, d_model=100, input_dim=130, shared_memory_mode=shared)
+    assert (planned.input_bytes, planned.output_bytes) == (matrices * 4 * 100 * 100, 0)
+    workspace = memory_launches(100, matrices, shared, (9, 0), 132).workspace(100, matrices, 300)
+    assert planned.temporary_bytes == 4 * 100 + sum(workspace)
+
+
+@pytest.mark.parametrize(
+    ("columns", "width", "samples", "shared", "moved", "arithmetic"),
+    [
+        (10, 25, 1, False, 4 * (200 + 25 + 250 + 10), 500 + 100 * (2 + 5)),
+        (10, 25, 3, False, 4 * (600 + 75 + 250 + 10), 1500 + 100 * (6 + 15)),
+        (10, 25, 3, True, 4 * (200 + 75 + 250 + 10), 1500 + 100 * (6 + 5)),
+    ],
+)
+def test_bytes_moved_and_flops_of_the_memory(columns, width, samples, shared, moved, arithmetic):
+    assert cifg.bytes_moved(columns, width, samples, shared) == moved
+    assert cifg.flops(columns, width, samples, shared) == arithmetic
+    step = 4 * columns * columns * (1 if shared else samples)
+    assert cifg.flops(columns, width, samples, shared, steps=4) == arithmetic + 3 * step
+
+
 def test_large_sizes_take_no_time():
     planned = plan("attention_softmax", batch_size=64, num_heads=64, seq_len=1 << 20, causal=True)
     assert planned.output_bytes == 64 * 64 * 4 << 40
@@ -102,20 +159,27 @@ def test_large_sizes_take_no_time():
 
 
 @pytest.fixture
-def launched(monkeypatch):
-    """The launches of a call on packed arrays, recorded and not run."""
+def recorded(monkeypatch):
+    """The launches that are asked of the simulator, recorded and not run."""
+    record = []
+
+    def launch(kernel, grid, block, arguments, *, shared_bytes=0, cluster=1, group=1, name=None):
+        # A launch by the driver has no more than 31 bits of blocks along x, and 16 along y.
+        assert len(grid) == 2 and grid[0] < 2**31 and grid[1] < 2**16
+        record.append((kernel.__name__, grid if grid[1] > 1 else grid[:1], block, shared_bytes, cluster, group))
+
+    monkeypatch.setattr(simulator, "launch", launch)
+    return record
+
+
+@pytest.fixture
+def launched(monkeypatch, recorded):
+    """The launches of a softmax on packed arrays."""
     for function in SIZES:
         monkeypatch.setattr(import_module(f"burt_numba.{function}")._OPERATION, "_calls", {})
 
     def call(function, shape, dtype="float32", masked=False, causal=False):
-        record = []
-
-        def launch(kernel, grid, block, arguments, *, shared_bytes=0, cluster=1, name=None):
-            # A launch by the driver has no more than 31 bits of blocks along x; y is not used.
-            assert len(grid) == 2 and grid[1] == 1 and grid[0] < 2**31
-            record.append((kernel.__name__, grid[:1], block, shared_bytes, cluster))
-
-        monkeypatch.setattr(simulator, "launch", launch)
+        recorded.clear()
         # Never touched, so that a large array is a range of addresses and no more.
         array = np.empty(shape, dtype)
         if function == "constrained_softmax":
@@ -123,14 +187,46 @@ def launched(monkeypatch):
         else:
             mask = np.zeros((shape[0], 1, 1, shape[3]), np.float32) if masked else None
             burt_numba.attention_softmax(array, mask, causal, causal_offset=0 if causal else None)
-        return record
+        assert all(len(grid) == 1 for _, grid, *_ in recorded)
+        return list(recorded)
+
+    return call
+
+
+@pytest.fixture
+def updated(monkeypatch, recorded):
+    """The launches of an update of memories."""
+    for operation in (cifg._SINGLE, cifg._BATCHED):
+        monkeypatch.setattr(operation, "_calls", {})
+
+    def call(d, width, samples=None, shared=False):
+        recorded.clear()
+        batch = () if samples is None else (samples,)
+        C = np.empty((d, d) if shared else (*batch, d, d), np.float32)
+        h, x = np.empty((*batch, d), np.float32), np.empty((*batch, width - d), np.float32)
+        weights, bias = np.empty((d, width), np.float32), np.empty(d, np.float32)
+        if samples is None:
+            burt_numba.cifg_update(C, h, x, weights, bias)
+        else:
+            burt_numba.batched_cifg_update(C, h, x, weights, bias, shared_memory_mode=shared)
+        return list(recorded)
 
     return call
 
 
 def planned_launches(*args, **kwargs):
     launches = plan(*args, **kwargs).launches
-    return [(entry.kernel, entry.grid, entry.block, entry.shared_bytes, entry.cluster) for entry in launches]
+    return [
+        (
+            entry.kernel,
+            entry.grid if entry.grid[-1] > 1 or len(entry.grid) == 1 else entry.grid[:1],
+            entry.block,
+            entry.shared_bytes,
+            entry.cluster,
+            entry.group,
+        )
+        for entry in launches
+    ]
 
 
 ROWS = [0, 1, 3, 100, 128, 129, 1023, 1024, 5000]
@@ -172,6 +268,47 @@ def test_planned_launches_of_more_rows_than_one_takes(launched, function, extra)
     assert len(planned) == 1 + extra
 
 
+MEMORY_COLUMNS = [0, 1, 2, 3, 4, 5, 31, 63, 64, 65, 127, 256, 500, 1000, 4097]
+
+
+@pytest.mark.simulator_only("launches are recorded in the simulator, which stands for 9.0 and 4 multiprocessors")
+@pytest.mark.parametrize("more", [0, 1, 500])
+def test_planned_launches_of_cifg_update_are_made(updated, more):
+    for d in MEMORY_COLUMNS:
+        planned = planned_launches("cifg_update", d_model=d, input_dim=d + more, multiprocessors=4)
+        assert planned == updated(d, d + more), d
+        assert len(planned) == 3 * (d > 0)
+
+
+@pytest.mark.simulator_only("launches are recorded in the simulator, which stands for 9.0 and 4 multiprocessors")
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("samples", [0, 1, 2, 3, 33])
+def test_planned_launches_of_batched_cifg_update_are_made(updated, samples, shared):
+    for d in MEMORY_COLUMNS:
+        dims = {"batch_size": samples, "d_model": d, "input_dim": d + 3, "shared_memory_mode": shared}
+        planned = planned_launches("batched_cifg_update", **dims, multiprocessors=4)
+        assert planned == updated(d, d + 3, samples, shared), d
+        assert len(planned) == 3 * (d > 0 and samples > 0)
+
+
+@pytest.mark.parametrize(
+    ("dims", "capability", "cluster", "group"),
+    [
+        ({"d_model": 512, "batch_size": 32}, (9, 0), 4, 1),
+        ({"d_model": 512, "batch_size": 32}, (8, 0), 1, 4),
+        ({"d_model": 512, "batch_size": 500}, (9, 0), 1, 1),
+        ({"d_model": 512}, (9, 0), 1, 64),
+        ({"d_model": 32}, (9, 0), 8, 1),
+    ],
+)
+def test_blocks_of_a_memory_are_a_cluster_or_a_group(dims, capability, cluster, group):
+    function = "batched_cifg_update" if "batch_size" in dims else "cifg_update"
+    launch = plan(function, input_dim=2 * dims["d_model"], **dims, compute_capability=capability).launches[-1]
+    assert (launch.cluster, launch.group) == (cluster, group)
+    assert launch.grid[0] % (cluster * group) == 0
+    assert launch.grid[0] <= 132
+
+
 @pytest.mark.parametrize("function", SIZES)
 @pytest.mark.parametrize(
     ("capability", "clusters"), [((7, 5), False), ((8, 6), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)]
@@ -189,11 +326,13 @@ def test_clusters_are_planned_where_devices_have_them(function, capability, clus
 def test_what_a_plan_prints():
     documented = LaunchPlan("name_kernel", (32,), 1024, 80_000)
     launches = [LaunchPlan("name_rows_kernel", (64,), 512, 0, 2), LaunchPlan("name_rows_kernel", (1,), 32, 8)]
+    launches.append(LaunchPlan("name_rows_kernel", (64, 2), 512, 0, 1, 32))
     assert str(Plan("name", documented, 2_560_000, 1000, 8, launches)).splitlines() == [
         "name",
         "  documented  name_kernel: grid (32,), block 1024, 80,000 shared bytes",
         "  launched    name_rows_kernel: grid (64,), block 512, 0 shared bytes, clusters of 2",
         "  launched    name_rows_kernel: grid (1,), block 32, 8 shared bytes",
+        "  launched    name_rows_kernel: grid (64, 2), block 512, 0 shared bytes, groups of 32",
         "  bytes       input 2,560,000, output 1,000, temporary 8",
     ]
     planned = plan("attention_softmax", batch_size=1, num_heads=2, seq_len=3)
@@ -203,9 +342,10 @@ def test_what_a_plan_prints():
 
 
 ATTENTION = {"batch_size": 1, "num_heads": 2, "seq_len": 3}
+NAMES = "attention_softmax, batched_cifg_update, cifg_update, constrained_softmax"
 REFUSALS = [
-    ("softmax", {}, "plan: name: expected one of attention_softmax, constrained_softmax, got 'softmax'"),
-    (None, {}, "plan: name: expected one of attention_softmax, constrained_softmax, got None"),
+    ("softmax", {}, f"plan: name: expected one of {NAMES}, got 'softmax'"),
+    (None, {}, f"plan: name: expected one of {NAMES}, got None"),
     ("constrained_softmax", {}, "plan: constrained_softmax: batch_size is missing"),
     ("constrained_softmax", {"batch_size": 3}, "plan: constrained_softmax: num_classes is missing"),
     (
@@ -235,6 +375,28 @@ REFUSALS = [
         "plan: attention_softmax: key_len: expected an integer of at least 0, got -2",
     ),
     ("attention_softmax", {**ATTENTION, "num_classes": 4}, "plan: attention_softmax: unexpected num_classes"),
+    ("cifg_update", {"d_model": 3}, "plan: cifg_update: input_dim is missing"),
+    (
+        "cifg_update",
+        {"d_model": 3, "input_dim": 2},
+        "plan: cifg_update: input_dim: expected an integer of at least 3, got 2",
+    ),
+    (
+        "cifg_update",
+        {"d_model": 46_341, "input_dim": 46_341},
+        "plan: cifg_update: d_model: expected at most 46340, got 46341",
+    ),
+    (
+        "cifg_update",
+        {"d_model": 3, "input_dim": 3, "multiprocessors": 0},
+        "plan: cifg_update: multiprocessors: expected an integer of at least 1, got 0",
+    ),
+    (
+        "cifg_update",
+        {"d_model": 3, "input_dim": 3, "batch_size": 2, "shared_memory_mode": True},
+        "plan: cifg_update: unexpected batch_size, shared_memory_mode",
+    ),
+    ("batched_cifg_update", {"d_model": 3, "input_dim": 3}, "plan: batched_cifg_update: batch_size is missing"),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,6 +30,20 @@ _SOFTMAX_SIZES_GPU = ((32, 1000), (32, 50_000), (4096, 4096), (64, 128_256))
 _ATTENTION_SIZES: tuple[tuple[int, ...], ...] = ((1, 1, 1, 1), (2, 2, 5, 5), (1, 2, 7, 33), (1, 1, 3, 129))
 _ATTENTION_SIZES_GPU = ((8, 8, 512, 512), (1, 8, 2048, 2048), (2, 3, 500, 1025))
 _ATTENTION_VARIANTS = ("plain", "mask", "causal")
+
+# d and n; B before them.
+_SPECTRAL_BOUND = 0.95
+# Relative, over the bound: what is promised where the iteration converges.
+_SPECTRAL_TOLERANCE = 1e-3
+_MEMORY_VARIANTS: tuple[str, ...] = ("within", "clip", "scale")
+_BATCHED_VARIANTS: tuple[str, ...] = ("independent", "shared")
+_MEMORY_SIZES: tuple[tuple[int, ...], ...] = ((1, 0), (5, 3), (33, 31))
+_MEMORY_SIZES_GPU = ((256, 256), (512, 512), (1000, 24))
+_BATCHED_SIZES: tuple[tuple[int, ...], ...] = ((3, 5, 2), (2, 33, 31))
+_BATCHED_SIZES_GPU = ((32, 256, 256), (5, 500, 12))
+# Another launch, and more samples than a block holds at a time; all variants of these would take the simulator minutes.
+_ONE_MEMORY = ((65, 2), "within")
+_ONE_BATCH = ((35, 8, 0), "shared")
 
 
 @dataclass(frozen=True)
@@ -139,6 +154,56 @@ def _attention_softmax(shape: tuple[int, ...], dtype: str, variant: str, simulat
     )
 
 
+def _memory_inputs(sizes: tuple[int, ...], batch: tuple[int, ...], written: float, shared: bool) -> tuple[Any, ...]:
+    """(C, h, x, W_f, b_f) with sigma(C) at 0.9 of the bound and ‖h‖ about ``written``."""
+    *_, d, n = sizes
+    rng = np.random.default_rng(d)
+    C = rng.standard_normal((d, d) if shared else (*batch, d, d))
+    C *= 0.9 * _SPECTRAL_BOUND / np.linalg.norm(C, 2, axis=(-2, -1), keepdims=True)
+    h = rng.standard_normal((*batch, d)) * written / np.sqrt(d)
+    x = rng.standard_normal((*batch, n))
+    weights = rng.standard_normal((d, d + n)) / np.sqrt(d + n)
+    return tuple(array.astype(np.float32) for array in (C, h, x, weights, rng.standard_normal(d)))
+
+
+def _memory(function: str, inputs: tuple[Any, ...], simulated: bool, **options: Any) -> Outcome:
+    import burt_numba
+    from burt_numba import reference
+
+    # Enough steps that the iteration converges: then the result is held against an SVD.
+    result, errors, seconds = _timed(
+        getattr(burt_numba, function),
+        simulated,
+        *inputs,
+        _SPECTRAL_BOUND,
+        power_iterations=100,
+        # Its own output, so that a call before the timed one leaves C as it was; NaN, so that no cell is missed.
+        out=np.full_like(inputs[0], np.nan),
+        **options,
+    )
+    expected = getattr(reference, function)(*inputs, _SPECTRAL_BOUND, **options)
+    sigma = np.linalg.norm(result.astype(np.float64), 2, axis=(-2, -1))
+    return Outcome(
+        error=relative_error(result, expected.memory),
+        bound_held=bool((sigma <= _SPECTRAL_BOUND * (1 + _SPECTRAL_TOLERANCE)).all()),
+        events=sum(errors.counts.values()),
+        events_expected=_same_events(errors, expected.counts),
+        seconds=seconds,
+    )
+
+
+def _cifg_update(sizes: tuple[int, ...], variant: str, simulated: bool) -> Outcome:
+    inputs = _memory_inputs(sizes, (), 0.3 if variant == "within" else 1.5, False)
+    return _memory("cifg_update", inputs, simulated, projection="scale" if variant == "scale" else "clip")
+
+
+def _batched_cifg_update(sizes: tuple[int, ...], variant: str, simulated: bool) -> Outcome:
+    shared = variant == "shared"
+    # The mean of many writes is smaller than one.
+    inputs = _memory_inputs(sizes, sizes[:1], 4.0 if shared else 1.5, shared)
+    return _memory("batched_cifg_update", inputs, simulated, shared_memory_mode=shared)
+
+
 def _size(shape: Sequence[int]) -> str:
     return " × ".join(str(length) for length in shape)
 
@@ -158,9 +223,25 @@ def _attention_softmax_cases(simulated: bool) -> Iterator[Case]:
                 yield Case("attention_softmax", f"{_size(shape)} {variant}", dtype, compute)
 
 
+def _cifg_update_cases(simulated: bool) -> Iterator[Case]:
+    sizes = _MEMORY_SIZES + (() if simulated else _MEMORY_SIZES_GPU)
+    for size, variant in (*itertools.product(sizes, _MEMORY_VARIANTS), _ONE_MEMORY):
+        compute = partial(_cifg_update, size, variant, simulated)
+        yield Case("cifg_update", f"{_size(size)} {variant}", "float32", compute)
+
+
+def _batched_cifg_update_cases(simulated: bool) -> Iterator[Case]:
+    sizes = _BATCHED_SIZES + (() if simulated else _BATCHED_SIZES_GPU)
+    for size, variant in (*itertools.product(sizes, _BATCHED_VARIANTS), _ONE_BATCH):
+        compute = partial(_batched_cifg_update, size, variant, simulated)
+        yield Case("batched_cifg_update", f"{_size(size)} {variant}", "float32", compute)
+
+
 _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "constrained_softmax": _constrained_softmax_cases,
     "attention_softmax": _attention_softmax_cases,
+    "cifg_update": _cifg_update_cases,
+    "batched_cifg_update": _batched_cifg_update_cases,
 }
 
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 from burt_numba import __version__
 from burt_numba.cli.errors import UsageError
 
-OPERATIONS = ("constrained_softmax", "attention_softmax")
+OPERATIONS = ("constrained_softmax", "attention_softmax", "cifg_update", "batched_cifg_update")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,6 +56,20 @@ def _run_attention_softmax(arguments: argparse.Namespace) -> int:
     )
 
 
+def _run_memory(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_memory
+
+    return run_memory(
+        arguments.operation,
+        arguments.input,
+        arguments.output,
+        spectral_bound=arguments.spectral_bound,
+        projection=arguments.projection,
+        power_iterations=arguments.power_iterations,
+        shared_memory_mode=getattr(arguments, "shared_memory_mode", None),
+    )
+
+
 def _plan(arguments: argparse.Namespace) -> int:
     from burt_numba.cli.plan import plan
 
@@ -93,9 +107,24 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "--causal-offset", type=int, default=None, metavar="N", help="default 0; needed when Q and K differ"
     )
 
+    memory = add("cifg_update", "C [d,d], h [d], x [n], W_f [d,d+n], b_f [d]", _run_memory)
+    batched = add("batched_cifg_update", "C [B,d,d] or [d,d], H [B,d], X [B,n], W_f [d,d+n], b_f [d]", _run_memory)
+    for parser in (memory, batched):
+        parser.add_argument("--spectral-bound", type=float, default=0.95, metavar="SIGMA", help="default 0.95")
+        parser.add_argument(
+            "--projection", choices=("clip", "scale"), default="clip", help="onto the bound, default clip"
+        )
+        parser.add_argument("--power-iterations", type=int, default=10, metavar="N", help="default 10")
+    batched.add_argument(
+        "--shared-memory-mode", action="store_true", help="one memory C [d,d], updated by the mean over the samples"
+    )
+
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="burt-numba", description="Entropy-bounded softmax and attention softmax on Numba CUDA.")
+    parser = _Parser(
+        prog="burt-numba",
+        description="Entropy-bounded softmax, attention softmax and gated matrix memories on Numba CUDA.",
+    )
     parser.add_argument("--version", action="version", version=f"burt-numba {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
 
@@ -120,7 +149,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="the launch and the memory of a call, without launching",
         description="Sizes of constrained_softmax: --batch-size --num-classes. Of attention_softmax: --batch-size "
         "--num-heads --seq-len, and --key-len --masked --causal --causal-offset. "
-        "Of both: --dtype --compute-capability. "
+        "Of both: --dtype. "
+        "Of cifg_update: --d-model --input-dim; of batched_cifg_update: --batch-size and --shared-memory-mode as well; "
+        "of both: --multiprocessors. Of all: --compute-capability. "
         "Example: burt-numba plan constrained_softmax --batch-size 32 --num-classes 50000",
     )
     plan.add_argument("operation", choices=OPERATIONS, metavar="OP", help=f"one of: {', '.join(OPERATIONS)}")

@@ -61,7 +61,7 @@ def _device(device: driver.Device) -> list[tuple[str, str]]:
 
 
 _LIMITS = [
-    ("types", "float32, float16; the mask of attention_softmax also bool"),
+    ("types", "float32, float16; memories float32; the mask of attention_softmax also bool"),
     ("offsets", "64-bit: arrays of more than 2^31 elements"),
     ("grid", "folded past 65,535 blocks in y and z"),
 ]

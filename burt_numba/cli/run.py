@@ -163,3 +163,70 @@ def run_attention_softmax(source: Path, output: Path, *, causal: bool, causal_of
         ],
     )
     return 0
+
+
+def run_memory(
+    operation: str,
+    source: Path,
+    output: Path,
+    *,
+    spectral_bound: float,
+    projection: str,
+    power_iterations: int,
+    shared_memory_mode: bool | None,
+) -> int:
+    """``cifg_update``, where ``shared_memory_mode`` is None, and ``batched_cifg_update``."""
+    check_output(output, source)
+    batched = shared_memory_mode is not None
+    names = ("C", "H", "X", "W_f", "b_f") if batched else ("C", "h", "x", "W_f", "b_f")
+    arrays = load(source, names[0], names[1:])
+    for name in names:
+        if name not in arrays:
+            raise UsageError(f"{source}: holds no array named {name} (it holds: {', '.join(arrays)})")
+    inputs = [without_float64(name, arrays[name]) for name in names]
+    # Of any order in the file; a memory has to be C-contiguous.
+    memory = inputs[0] = np.ascontiguousarray(inputs[0])
+
+    driver.choose_target()
+    import burt_numba
+
+    matrices = 1 if not batched or shared_memory_mode else len(memory)
+    sigma = np.empty(matrices, dtype=np.float32)
+    gate = np.empty(inputs[1].shape, dtype=np.float32)
+    errors = burt_numba.ErrorBuffer()
+    mode = {"shared_memory_mode": shared_memory_mode} if batched else {}
+    with refusals_of(operation), progress() as display:
+        display.add_task(operation, total=None)
+        updated = getattr(burt_numba, operation)(
+            *inputs,
+            spectral_bound,
+            **mode,
+            projection=projection,
+            power_iterations=power_iterations,
+            sigma_out=sigma,
+            forget_gate_out=gate,
+            # Without a sample nothing is launched that could write a shared memory.
+            out=None if shared_memory_mode and len(gate) == 0 else np.empty_like(memory),
+            errors=errors,
+        )
+    if 0 in (*memory.shape, *gate.shape):
+        updated, sigma = memory, np.zeros_like(sigma)
+    save(output, {"C": updated, "sigma": sigma, "forget_gate": gate})
+
+    # What is not finite in C is no part of its norm.
+    before = np.where(np.isfinite(memory), memory, 0).astype(np.float64)
+    norm = np.linalg.norm(before.ravel())
+    change = np.linalg.norm((updated - before).ravel())
+    above = int(np.count_nonzero(sigma > np.float32(spectral_bound)))
+    pairs(
+        f"{operation}, spectral bound {spectral_bound:g} → {output}",
+        [
+            ("C", f"{memory.shape} {memory.dtype}"),
+            ("mean forget gate", _mean(gate.astype(np.float64))),
+            ("largest sigma before the projection", f"{sigma.max(initial=0.0):.4f}"),
+            ("memories projected", _share(above, matrices)),
+            ("change of C, relative", f"{change / norm:.4f}" if norm else "from zero"),
+            *_event_rows(errors),
+        ],
+    )
+    return 0

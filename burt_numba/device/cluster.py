@@ -30,20 +30,14 @@ else:
     from numba.cuda.extending import intrinsic
 
     from burt_numba.backend import types
-
-    def _assembly(builder, result, operands, text, constraints):
-        function_type = ir.FunctionType(result, [operand.type for operand in operands])
-        code = ir.InlineAsm(function_type, text, constraints, side_effect=True)
-        call = builder.call(code, operands)
-        call.attributes.add("convergent")
-        return call
+    from burt_numba.device.assembly import assembly, element_address
 
     @intrinsic
     def cluster_rank(typingctx):
         """Number of this block in its cluster."""
 
         def codegen(context, builder, signature, args):
-            return _assembly(builder, ir.IntType(32), [], "mov.u32 $0, %cluster_ctarank;", "=r")
+            return assembly(builder, ir.IntType(32), [], "mov.u32 $0, %cluster_ctarank;", "=r")
 
         return types.int32(), codegen
 
@@ -51,7 +45,7 @@ else:
         @intrinsic
         def barrier(typingctx):
             def codegen(context, builder, signature, args):
-                _assembly(builder, ir.VoidType(), [], text, "~{memory}")
+                assembly(builder, ir.VoidType(), [], text, "~{memory}")
                 return context.get_dummy_value()
 
             return types.void(), codegen
@@ -70,10 +64,9 @@ else:
 
         def codegen(context, builder, signature, args):
             array_value, index_value, rank_value, number = args
-            struct = context.make_array(array)(context, builder, array_value)
-            address = builder.ptrtoint(builder.gep(struct.data, [index_value]), ir.IntType(64))
+            address = element_address(context, builder, array, array_value, index_value)
             text = "{ .reg .u64 remote; mapa.u64 remote, $0, $1; st.f32 [remote], $2; }"
-            _assembly(builder, ir.VoidType(), [address, rank_value, number], text, "l,r,f,~{memory}")
+            assembly(builder, ir.VoidType(), [address, rank_value, number], text, "l,r,f,~{memory}")
             return context.get_dummy_value()
 
         return types.void(array, types.int64, types.int32, types.float32), codegen

@@ -14,57 +14,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from burt_numba.backend import SIMULATED, cuda
+from burt_numba.backend import cuda
+from burt_numba.device.coherence import load_now, store_at
 from burt_numba.device.warp import warp_min, warp_sum
 from burt_numba.target import EVENT_CELLS
 
 NAN_INPUT = np.int64(1)
 INF_INPUT = np.int64(2)
 ENTROPY_OVERFLOW = np.int64(3)
+SPECTRAL_OVERFLOW = np.int64(4)
 DIM_MISMATCH = np.int64(6)
 
 _NO_INDEX = np.int64(1 << 59)
 _LOCK = 8
 _MIRROR = 9
 _VERSION = 10
-
-if SIMULATED:
-
-    def _store_at(address, value):
-        raise RuntimeError("buffers of the simulator lie in host memory and have no mirror")
-
-    def _load_now(array, cell):
-        return array[cell]
-
-else:
-    from llvmlite import ir
-    from numba.cuda.extending import intrinsic
-
-    from burt_numba.backend import types
-
-    @intrinsic
-    def _store_at(typingctx, address, value):
-        """Write an int64 to an address: a posted write across the bus where that is host memory."""
-
-        def codegen(context, builder, signature, args):
-            pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-            store = builder.store(args[1], pointer, align=8)
-            store.volatile = True
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), codegen
-
-    @intrinsic
-    def _load_now(typingctx, array, cell):
-        """Read an int64 as other multiprocessors have left it: a plain load may be served from a stale L1."""
-
-        def codegen(context, builder, signature, args):
-            struct = context.make_array(array)(context, builder, args[0])
-            load = builder.load(builder.gep(struct.data, [args[1]]), align=8)
-            load.volatile = True
-            return load
-
-        return types.int64(array, types.int64), codegen
 
 
 @cuda.jit(device=True)
@@ -84,14 +48,14 @@ def _publish(errors):
     looks at the version again after letting it go: whoever was turned away had raised it before that.
     """
     while cuda.atomic.cas(errors, _LOCK, np.int64(0), np.int64(1)) == 0:
-        version = _load_now(errors, _VERSION)
+        version = load_now(errors, _VERSION)
         mirror = errors[_MIRROR]
         for cell in range(EVENT_CELLS):
-            _store_at(mirror + np.int64(8 * cell), _load_now(errors, cell))
+            store_at(mirror + np.int64(8 * cell), load_now(errors, cell))
         cuda.threadfence_system()  # a later holder's values reach the host after these
         cuda.atomic.exch(errors, _LOCK, np.int64(0))
         cuda.threadfence()
-        if _load_now(errors, _VERSION) == version:
+        if load_now(errors, _VERSION) == version:
             break
 
 

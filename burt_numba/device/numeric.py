@@ -96,3 +96,10 @@ else:
     @cuda.jit(device=True)
     def log(x):
         return math.log(x)
+
+
+@cuda.jit(device=True)
+def sigmoid_pair(x):
+    """(sigmoid of x, 1 - sigmoid), each to full relative accuracy."""
+    one = np.float32(1.0)
+    return one / (one + exp2(-x * LOG2_E)), one / (one + exp2(x * LOG2_E))

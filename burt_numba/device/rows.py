@@ -44,27 +44,47 @@ def clean(value):
 
 
 @cuda.jit(device=True)
-def report_bad_elements(source, offset, stride, first, vector, last, step, flat_offset, errors, lanes, mask):
-    """A group of lanes (a warp or a part of one) reads its columns of a row once more and reports the NaN and +inf.
+def not_finite(value):
+    """NaN or an infinity of either sign."""
+    return not (abs(value) <= FLOAT32_MAX)
 
-    Each lane covers ``vector`` columns from ``first``, from ``first + step``, ... below ``last`` of the row at
-    ``offset``, whose elements lie ``stride`` apart and are numbered from ``flat_offset``. A rare path: registers hold
-    the values, but indexing them with a loop variable would move them to local memory for every row.
+
+@cuda.jit(device=True)
+def finite_or_zero(value):
+    return np.float32(0.0) if not_finite(value) else value
+
+
+def element_report(is_reported):
+    """A device function by which a group of lanes (a warp or a part of one) reports the bad elements of a row.
+
+    It reads its columns of the row once more. Each lane covers ``vector`` columns from ``first``, from ``first +
+    step``, ... below ``last`` of the row at ``offset``, whose elements lie ``stride`` apart and are numbered from
+    ``flat_offset``. A rare path: registers hold the values, but indexing them with a loop variable would move them to
+    local memory for every row.
     """
-    nans = np.int32(0)
-    infinities = np.int32(0)
-    first_nan = np.int64(0)
-    first_infinity = np.int64(0)
-    for start in range(first, last, step):
-        for column in range(start, start + rolled(vector, errors)):
-            value = np.float32(source[offset + column * stride])
-            if is_bad(value):
-                if value == value:
-                    if infinities == 0:
-                        first_infinity = flat_offset + column
-                    infinities += np.int32(1)
-                else:
-                    if nans == 0:
-                        first_nan = flat_offset + column
-                    nans += np.int32(1)
-    record_bad_elements(errors, nans, infinities, first_nan, first_infinity, lanes, mask)
+
+    @cuda.jit(device=True)
+    def report(source, offset, stride, first, vector, last, step, flat_offset, errors, lanes, mask):
+        nans = np.int32(0)
+        infinities = np.int32(0)
+        first_nan = np.int64(0)
+        first_infinity = np.int64(0)
+        for start in range(first, last, step):
+            for column in range(start, start + rolled(vector, errors)):
+                value = np.float32(source[offset + column * stride])
+                if is_reported(value):
+                    if value == value:
+                        if infinities == 0:
+                            first_infinity = flat_offset + column
+                        infinities += np.int32(1)
+                    else:
+                        if nans == 0:
+                            first_nan = flat_offset + column
+                        nans += np.int32(1)
+        record_bad_elements(errors, nans, infinities, first_nan, first_infinity, lanes, mask)
+
+    return report
+
+
+report_bad_elements = element_report(is_bad)
+report_not_finite = element_report(not_finite)

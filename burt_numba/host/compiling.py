@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from burt_numba.host.memory import allowed_in_capture, device_attribute, device_context, driver_call
-from burt_numba.target import LOWEST_CAPABILITY, SIMULATED, SIMULATED_CAPABILITY, has_clusters
+from burt_numba.target import (
+    LOWEST_CAPABILITY,
+    SIMULATED,
+    SIMULATED_CAPABILITY,
+    SIMULATED_MULTIPROCESSORS,
+    has_clusters,
+)
 
 _DTYPES = {"f4": "float32", "f2": "float16", "u1": "uint8", "i4": "int32", "i8": "int64"}
 
@@ -201,6 +207,12 @@ def compute_capability(device: int) -> tuple[int, int]:
         device_attribute(device, "COMPUTE_CAPABILITY_MAJOR"),
         device_attribute(device, "COMPUTE_CAPABILITY_MINOR"),
     )
+
+
+@cache
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of a device."""
+    return SIMULATED_MULTIPROCESSORS if SIMULATED else device_attribute(device, "MULTIPROCESSOR_COUNT")
 
 
 _loaded: dict[tuple[Specialisation, int], int] = {}

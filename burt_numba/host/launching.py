@@ -81,6 +81,8 @@ class Launch:
     arguments: tuple[Any, ...]
     shared_bytes: int = 0
     cluster: int = 1
+    group: int = 1
+    """More than 1: all blocks are resident at once, and each this many along x meet at ``group_barrier``."""
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -104,6 +106,7 @@ class SimulatedLaunch:
             arguments,
             shared_bytes=self.launch.shared_bytes,
             cluster=self.launch.cluster,
+            group=self.launch.group,
             name=self.launch.kernel.name,
         )
 
@@ -194,16 +197,20 @@ class DeviceLaunch:
         self._parameters_address = ctypes.addressof(self._parameters)
         self._geometry = (*launch.grid, 1, launch.block, 1, 1, launch.shared_bytes)
         self._config: Any = None
-        if launch.cluster > 1:
-            self._config = self._cluster_config(driver)
+        if launch.cluster > 1 or launch.group > 1:
+            self._config = self._launch_config(driver)
             self._driver_launch = driver.cuLaunchKernelEx
 
-    def _cluster_config(self, driver: Any) -> Any:
+    def _launch_config(self, driver: Any) -> Any:
         attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        attribute.value.clusterDim.x = self._launch.cluster
-        attribute.value.clusterDim.y = 1
-        attribute.value.clusterDim.z = 1
+        if self._launch.cluster > 1:
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attribute.value.clusterDim.x = self._launch.cluster
+            attribute.value.clusterDim.y = 1
+            attribute.value.clusterDim.z = 1
+        else:
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *self._launch.grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._launch.block, 1, 1

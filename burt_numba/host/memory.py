@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 from burt_numba.target import EVENT_CELLS, SIMULATED
 
@@ -72,6 +73,64 @@ class EventMemory:
                 driver_call(driver.cuMemsetD8(self.pointer, NO_EVENT & 0xFF, 8))
         else:
             driver_call(driver.cuMemsetD8Async(self.pointer, NO_EVENT & 0xFF, 8, stream))
+
+
+class Workspace:
+    """Memory that launches of one stream share, one call after another: floats, flags and counters.
+
+    Kernels leave flags and counters as they found them, zero. What was outgrown is kept: work in flight may use it.
+    """
+
+    KINDS = (4, 4, 8)
+    """Bytes of a cell of each kind."""
+
+    def __init__(self, device: int) -> None:
+        self.lock = threading.Lock()
+        """Held while the launches of a call are made: they pass data on through the workspace."""
+        self._device = device
+        self._bytes = [0] * len(self.KINDS)
+        self.operands: list[Any] = [None] * len(self.KINDS)
+        """Device pointers; arrays in the simulator."""
+
+    def fit(self, needed: tuple[int, ...]) -> None:
+        """Grow to this many bytes of each kind."""
+        for kind, size in enumerate(needed):
+            if size > self._bytes[kind]:
+                self._bytes[kind] = size = max(size, 2 * self._bytes[kind])
+                self.operands[kind] = self._allocate(size, ("f4", "i4", "i8")[kind])
+
+    def _allocate(self, size: int, dtype: str) -> Any:
+        if SIMULATED:
+            import numpy as np
+
+            return np.zeros(size // np.dtype(dtype).itemsize, dtype)
+        from cuda.bindings import driver
+
+        with device_context(self._device), allowed_in_capture():
+            pointer = int(driver_call(driver.cuMemAlloc(size)))
+            stream = driver_call(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+            driver_call(driver.cuMemsetD8Async(pointer, 0, size, stream))
+            driver_call(driver.cuStreamSynchronize(stream))
+            driver_call(driver.cuStreamDestroy(stream))
+        return pointer
+
+
+_workspaces: dict[tuple[int, ...], Workspace] = {}
+
+
+def workspace(device: int, stream: int) -> Workspace:
+    """The workspace of a stream; of each graph that is being captured, its own, since the graph may run beside it."""
+    key = (device, threading.get_ident()) if SIMULATED else (device, stream, _capture(stream))
+    found = _workspaces.get(key)
+    return found if found is not None else _workspaces.setdefault(key, Workspace(device))
+
+
+def _capture(stream: int) -> int:
+    """The number of the capture that a stream takes part in; 0 for none."""
+    from cuda.bindings import driver
+
+    status, number, *_rest = driver_call(driver.cuStreamGetCaptureInfo(stream))
+    return int(number) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else 0
 
 
 def is_capturing(stream: int) -> bool:

@@ -15,7 +15,15 @@ from burt_numba.host.arrays import Description, Family, family_of, known_familie
 from burt_numba.host.checks import describe, one_device, require_flag
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer, EventCells, FunctionErrors
 from burt_numba.host.launching import Launch, prepare
-from burt_numba.host.memory import current_device, device_context, device_count, is_capturing, is_current, synchronize
+from burt_numba.host.memory import (
+    current_device,
+    device_context,
+    device_count,
+    is_capturing,
+    is_current,
+    synchronize,
+    workspace,
+)
 from burt_numba.target import SIMULATED
 
 VECTOR_BYTES = 16
@@ -41,6 +49,8 @@ class Answer:
     launches: Sequence[Launch]
     out_shape: tuple[int, ...]
     out_dtype: str
+    workspace: tuple[int, ...] = ()
+    """Bytes of each kind of a ``host.memory.Workspace``, whose parts are operands after those of the function."""
 
 
 @dataclass
@@ -55,6 +65,7 @@ class _Call:
     out_dtype: str
     overlaps: list[tuple[int, int, int, int, int, int, bool]] = field(default_factory=list)
     """(writer, its first and last byte, other, its first and last byte, the same memory is allowed)."""
+    workspace: tuple[int, ...] = ()
     cells: EventCells | None = None
     """The function's own error buffer on the device."""
 
@@ -62,8 +73,9 @@ class _Call:
 class Operation:
     """One public function.
 
-    ``names`` are the operands in order; the last is ``out``. ``written`` are those the kernels write to, ``vectors``
-    those whose alignment matters. ``answer(request)`` checks shapes and types and chooses the launches;
+    ``names`` are the operands in order; the last is ``out``. ``written`` are those the kernels write to, ``updated``
+    those of them that they read first, ``vectors`` those whose alignment matters. ``answer(request)`` checks shapes and
+    types and chooses the launches;
     ``request.operands`` holds None for what was not given.
     """
 
@@ -74,11 +86,13 @@ class Operation:
         written: Sequence[str],
         vectors: Sequence[str],
         answer: Callable[[Request], Answer],
+        updated: Sequence[str] = (),
     ) -> None:
         self.name = name
         self.names = tuple(names)
         self.errors = FunctionErrors(name)
         self._written = tuple(self.names.index(n) for n in written)
+        self._updated = tuple(self.names.index(n) for n in updated)
         self._vectors = tuple(self.names.index(n) for n in vectors)
         self._answer = answer
         self._calls: dict[Any, _Call] = {}
@@ -135,8 +149,10 @@ class Operation:
         for writer, start, end, other, other_start, other_end, same_allowed in call.overlaps:
             a, b = pointers[writer], pointers[other]
             if a + start < b + other_end and b + other_start < a + end and not (a == b and same_allowed):
+                # In place, the first operand is what is written.
+                written = 0 if writer == len(operands) - 1 and operands[-1] is operands[0] else writer
                 raise BurtDimensionError(
-                    f"{self.name}: {self.names[writer]}: expected memory apart from {self.names[other]}, "
+                    f"{self.name}: {self.names[written]}: expected memory apart from {self.names[other]}, "
                     f"but the two overlap"
                 )
         if errors is not None:
@@ -175,17 +191,27 @@ class Operation:
             arrays = [None if o is None else family_of(o).as_numpy(o) for o in operands]  # type: ignore[union-attr]
             if stream is not None:
                 stream_handle(stream)
-            _launch_all(call.launches, arrays, numbers, cells, 0)
+            self._launch_on(call, arrays, numbers, cells, 0)
             return
         handle = call.family.stream(operands[0], call.device) if stream is None else stream_handle(stream)
         if is_current(call.device):
-            if len(call.launches) == 1 and not cells.place_is_old:
+            if len(call.launches) == 1 and not cells.place_is_old and not call.workspace:
                 call.launches[0](pointers, numbers, cells, handle)
             else:
-                _launch_all(call.launches, pointers, numbers, cells, handle)
+                self._launch_on(call, pointers, numbers, cells, handle)
         else:
             with device_context(call.device):
-                _launch_all(call.launches, pointers, numbers, cells, handle)
+                self._launch_on(call, pointers, numbers, cells, handle)
+
+    @staticmethod
+    def _launch_on(call: _Call, operands: Sequence[Any], numbers: Sequence[float], cells: Any, stream: int) -> None:
+        if not call.workspace:
+            _launch_all(call.launches, operands, numbers, cells, stream)
+            return
+        space = workspace(call.device, stream)
+        with space.lock:
+            space.fit(call.workspace)
+            _launch_all(call.launches, [*operands, *space.operands], numbers, cells, stream)
 
     def _prepare(self, operands: Sequence[Any], options: tuple[Any, ...], aligned: bool, validate: bool) -> _Call:
         descriptions = [
@@ -201,7 +227,7 @@ class Operation:
         on_host = device is None
         empty = 0 in answer.out_shape
         launches = [] if empty or (on_host and not SIMULATED) else [prepare(x, place) for x in answer.launches]
-        call = _Call(family, place, on_host, launches, answer.out_shape, answer.out_dtype)
+        call = _Call(family, place, on_host, launches, answer.out_shape, answer.out_dtype, workspace=answer.workspace)
         for writer in self._written:
             written = descriptions[writer]
             # What was not given overlaps nothing: it is absent, or memory that is still to be allocated.
@@ -249,7 +275,7 @@ class Operation:
                 None
                 if host is None
                 else cuda.device_array(host.shape, host.dtype)
-                if place in self._written
+                if place in self._written and place not in self._updated
                 else cuda.to_device(np.asarray(host, order="C"))
                 for place, host in enumerate(hosts)
             ]

@@ -18,10 +18,13 @@ class LaunchPlan:
     block: int
     shared_bytes: int
     cluster: int = 1
+    group: int = 1
+    """Blocks that wait for one another outside a cluster: all of the grid are resident at once."""
 
     def __str__(self) -> str:
-        cluster = f", clusters of {self.cluster}" if self.cluster > 1 else ""
-        return f"{self.kernel}: grid {self.grid}, block {self.block}, {self.shared_bytes:,} shared bytes{cluster}"
+        together = f", clusters of {self.cluster}" if self.cluster > 1 else ""
+        together += f", groups of {self.group}" if self.group > 1 else ""
+        return f"{self.kernel}: grid {self.grid}, block {self.block}, {self.shared_bytes:,} shared bytes{together}"
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,13 @@ Error buffers are ``int64[8]`` arrays: element 0 starts as the largest int64, th
 """
 
 from burt_numba.kernels.attention_softmax import attention_softmax_kernel
+from burt_numba.kernels.cifg import batched_cifg_update_kernel, cifg_projection_kernel, cifg_update_kernel
 from burt_numba.kernels.constrained_softmax import constrained_softmax_kernel
 
-__all__ = ["attention_softmax_kernel", "constrained_softmax_kernel"]
+__all__ = [
+    "attention_softmax_kernel",
+    "batched_cifg_update_kernel",
+    "cifg_projection_kernel",
+    "cifg_update_kernel",
+    "constrained_softmax_kernel",
+]

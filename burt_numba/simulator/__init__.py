@@ -15,6 +15,7 @@ from burt_numba.simulator.collectives import (
     cluster_rank,
     cluster_size,
     cluster_store,
+    group_barrier,
 )
 from burt_numba.simulator.errors import (
     DivergenceError,
@@ -64,6 +65,7 @@ __all__ = [
     "cluster_size",
     "cluster_store",
     "explore",
+    "group_barrier",
     "install",
     "is_active",
     "launch",

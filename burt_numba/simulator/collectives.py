@@ -326,6 +326,12 @@ def cluster_barrier() -> None:
     _arrive(thread, thread.block.cluster.barrier, "cluster_barrier", _getframe(1))
 
 
+def group_barrier() -> None:
+    """Wait for every thread of the blocks that were launched as one group."""
+    thread = _current("group_barrier")
+    _arrive(thread, thread.block.cluster.barrier, "group_barrier", _getframe(1))
+
+
 def _in_block(operation: str, shared_array: Any, rank: int) -> Any:
     thread = _current(operation)
     blocks = thread.block.cluster.blocks

@@ -64,7 +64,9 @@ def extents(value: Any, what: str) -> tuple[int, int, int]:
     return x, y, z
 
 
-def check_launch(grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, cluster: int) -> None:
+def check_launch(
+    grid: tuple[int, int, int], block: tuple[int, int, int], shared_bytes: int, cluster: int, group: int = 1
+) -> None:
     """Raise ValueError for a launch that a GPU would refuse."""
     for what, given, most in (("grid", grid, MAX_GRID), ("block", block, MAX_BLOCK)):
         for axis, extent, limit in zip(_AXES, given, most, strict=True):
@@ -80,5 +82,8 @@ def check_launch(grid: tuple[int, int, int], block: tuple[int, int, int], shared
         raise ValueError(f"launch: shared_bytes: expected 0 to {most} on {describe_device()}, got {shared_bytes}")
     if not 1 <= cluster <= MAX_CLUSTER:
         raise ValueError(f"launch: cluster: expected 1 to {MAX_CLUSTER} blocks, got {cluster}")
-    if grid[0] % cluster:
-        raise ValueError(f"launch: cluster: grid.x must be a multiple of {cluster}, got {grid[0]}")
+    if group > 1 and cluster > 1:
+        raise ValueError(f"launch: group: expected 1 beside a cluster of {cluster}, got {group}")
+    for what, blocks in (("cluster", cluster), ("group", group)):
+        if blocks < 1 or grid[0] % blocks:
+            raise ValueError(f"launch: {what}: grid.x must be a multiple of {blocks}, got {grid[0]}")

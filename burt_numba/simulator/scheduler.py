@@ -217,6 +217,7 @@ def launch(
     *,
     shared_bytes: int = 0,
     cluster: int = 1,
+    group: int = 1,
     name: str | None = None,
 ) -> None:
     """Run ``function`` once for every thread of ``grid`` blocks of ``block`` threads.
@@ -233,6 +234,8 @@ def launch(
         Dynamic shared memory of a block, in bytes.
     cluster : int
         Blocks of a thread-block cluster, along x. They run concurrently.
+    group : int
+        Blocks along x that run concurrently in a cooperative launch and meet at `group_barrier`; without clusters.
     name : str, optional
         The name of the kernel in error messages.
 
@@ -246,12 +249,19 @@ def launch(
         When called from inside a kernel, and for what is undefined on a GPU.
     """
     grid_extents, block_extents = limits.extents(grid, "grid"), limits.extents(block, "block")
-    limits.check_launch(grid_extents, block_extents, shared_bytes, cluster)
+    limits.check_launch(grid_extents, block_extents, shared_bytes, cluster, group)
     kernel_name = str(name or getattr(function, "__qualname__", repr(function)))
     if isinstance(getcurrent(), Thread):
         raise SimulatorError(f"launch: kernel {kernel_name} is launched from inside a kernel")
     run_once = functools.partial(
-        _run_once, function, grid_extents, block_extents, tuple(args), int(shared_bytes), cluster, kernel_name
+        _run_once,
+        function,
+        grid_extents,
+        block_extents,
+        tuple(args),
+        int(shared_bytes),
+        max(cluster, group),
+        kernel_name,
     )
     setting = schedules.current()
     with _launch_lock, np.errstate(all="ignore"):

@@ -1,0 +1,74 @@
+"""Memory that other blocks or the host look at while a kernel runs: single accesses, and a barrier for several blocks.
+
+A plain load may be served from a multiprocessor's own cache, or be moved out of a loop that waits for it to change.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from burt_numba.backend import SIMULATED, cuda
+from burt_numba.target import COUNTER_STRIDE
+
+if SIMULATED:
+    from burt_numba import simulator
+
+    def store_at(address, value):
+        raise RuntimeError("buffers of the simulator lie in host memory and have no mirror")
+
+    def load_now(array, cell):
+        return array[cell]
+
+    def group_barrier(counters, group, blocks):
+        """As on the GPU; the simulator knows the group from the launch."""
+        simulator.group_barrier()
+
+else:
+    from llvmlite import ir
+    from numba.cuda.extending import intrinsic
+
+    from burt_numba.backend import types
+    from burt_numba.device.assembly import assembly, element_address
+
+    @intrinsic
+    def store_at(typingctx, address, value):
+        """Write an int64 to an address: a posted write across the bus where that is host memory."""
+
+        def codegen(context, builder, signature, args):
+            assembly(builder, ir.VoidType(), args, "st.volatile.u64 [$0], $1;", "l,l,~{memory}")
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), codegen
+
+    @intrinsic
+    def load_now(typingctx, array, cell):
+        """Read an int64 as other multiprocessors have left it."""
+
+        def codegen(context, builder, signature, args):
+            address = element_address(context, builder, array, *args)
+            return assembly(builder, ir.IntType(64), [address], "ld.volatile.u64 $0, [$1];", "=l,l,~{memory}")
+
+        return types.int64(array, types.int64), codegen
+
+    @cuda.jit(device=True)
+    def group_barrier(counters, group, blocks):
+        """Wait for every thread of the ``blocks`` blocks of a group, all of which must be resident (``Launch.group``).
+
+        ``counters`` (int64, COUNTER_STRIDE cells a group): how many have arrived, 0 between barriers, and the number of
+        barriers so far. Global memory written before is visible afterwards.
+        """
+        cuda.syncthreads()  # the block has written what the others will read
+        if blocks > 1:
+            if cuda.threadIdx.x == 0:
+                cell = np.int64(group) * COUNTER_STRIDE
+                turn = load_now(counters, cell + 1)
+                cuda.threadfence()
+                if cuda.atomic.add(counters, cell, np.int64(1)) == blocks - 1:
+                    cuda.atomic.exch(counters, cell, np.int64(0))
+                    cuda.threadfence()
+                    cuda.atomic.add(counters, cell + 1, np.int64(1))
+                else:
+                    while load_now(counters, cell + 1) == turn:
+                        pass
+                cuda.threadfence()
+            cuda.syncthreads()  # the other blocks have arrived

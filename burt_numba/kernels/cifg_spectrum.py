@@ -1,0 +1,694 @@
+"""The kernel that keeps matrix memories within their spectral bound: certificates, the iteration, the projection.
+
+A group of blocks has a matrix at a time, each block some of its rows and some of its columns. Where a certificate or
+the products that the update left settle that sigma_max is within the bound, the group is done. Else it sweeps over its
+rows, in registers, as often as it takes, and in the end projects them. docs/cifg.md has the derivation.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import numpy as np
+
+from burt_numba.backend import cuda
+from burt_numba.cifg_launches import CELLS, ROW_PRODUCTS, VECTORS
+from burt_numba.device.block import SCRATCH_SIZE
+from burt_numba.device.cluster import cluster_barrier
+from burt_numba.device.coherence import group_barrier
+from burt_numba.device.events import SPECTRAL_OVERFLOW, record_event
+from burt_numba.device.matrix_rows import (
+    BLOCK_CELLS,
+    ROW_SCRATCH,
+    block_cells,
+    group_column,
+    group_maximum,
+    group_sums,
+    lane_columns,
+    matrix_rows,
+    row_sums,
+    start_sweep,
+)
+from burt_numba.device.numeric import FLOAT32_MAX, maximum, minimum, sigmoid_pair
+from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
+from burt_numba.device.rows import finite_or_zero
+from burt_numba.device.spectrum import pseudo_random, top_pair
+from burt_numba.device.start_vectors import stage_vectors
+from burt_numba.device.warp import FULL_MASK, warp_sum
+
+_V, _RESIDUAL, _P, _AV, _AP, _FIRST_V = range(VECTORS)
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_TWO = np.float32(2.0)
+
+_SMALLEST_SQUARES, _LARGEST_SQUARES = np.float32(1e-12), np.float32(1e16)
+"""Sums of squares in between: fourth powers of sigma, which occur, stay well inside float32."""
+_MOST_REDUNDANT = 16_384
+"""Cells of z, over the blocks of a group, that each block adds up for itself."""
+_COLD_PART = np.float32(0.5)
+_WARM_FACTOR = np.float32(2.0)
+_COLD_FACTOR = np.float32(10.0)
+_KNOWN, _CONVERGED = np.float32(1e-3), np.float32(1e-6)
+"""Residuals, relative to sigma², at which sigma is known well enough, and at which the vectors are."""
+_SMALL_TURN = np.float32(0.3)
+"""Part of w in the best combination of v and w up to which the residual of v says enough."""
+_POOR = np.float32(2e-2)
+"""A residual beyond which v is too poor to cut along, and the memory is scaled by what sigma may be."""
+_NOISE = np.float32(1e-5)
+"""A residual, relative to sigma², below which one that no longer shrinks is rounding."""
+_SECOND_ROUNDING = np.float32(1.0 + 2e-5)
+"""On the bound for the second value, which a projection before may have left just there."""
+_CHECK_STEPS = 30
+"""Steps of a check of the result, at least."""
+_TOLERANCE = np.float32(1e-3)
+"""Over the bound, relative: what is promised of sigma after the projection."""
+_ROUNDING_UP = np.float32(1.0 + 1e-5)
+"""On a proven bound, for the rounding of what it is made from."""
+
+_block = row_reductions(ANY_THREADS)
+_block_sum3, _block_max = _block.sum3, _block.maximum
+
+
+@cache
+def spectrum_kernel(vector: int, staged: bool, clustered: bool):
+    """The kernel for loads of ``vector`` elements, and groups that are clusters or not.
+
+    ``staged``: the area of a block is in dynamic shared memory, and a lane's part of a row in its registers. Else the
+    area is in the workspace, a row takes all warps of a block, and is read once more from memory for z.
+    """
+    lanes_columns = lane_columns(staged)
+    parts = lanes_columns // vector
+    warp_columns = 32 * lanes_columns
+    stride = 32 * vector
+    load, unpack, area_vector, store, flush, add_long = matrix_rows(vector, staged)
+
+    @cuda.jit(device=True)
+    def barrier(counters, group, blocks):
+        if clustered:
+            cluster_barrier()  # all blocks of the group have written what the others read
+        else:
+            group_barrier(counters, group, blocks)
+
+    @cuda.jit(device=True)
+    def repair_rows(output, shape, place, area, hidden, hidden_place, shared_samples, activations, flags):
+        """Rows and columns that held something not finite become those of an update of zero. The thread's C'²."""
+        matrix, columns, pitch, first_row, end_row, _tile_rows, _warps_a_row = shape
+        origin, stride0, stride1 = hidden_place
+        squares = _ZERO
+        for row in range(first_row, end_row):
+            lost = flags[row] > 0
+            offset = place[0] + np.int64(row) * columns
+            for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):
+                value = output[offset + column]
+                if lost or flags[columns + column] > 0:
+                    value = _ZERO
+                    if shared_samples > 0:
+                        share = _ONE / np.float32(shared_samples)
+                        for sample in range(shared_samples):
+                            at = origin + np.int64(sample) * stride0
+                            kept = sigmoid_pair(activations[np.int64(sample) * columns + row])[1] * share
+                            value += (
+                                kept
+                                * finite_or_zero(hidden[at + np.int64(row) * stride1])
+                                * finite_or_zero(hidden[at + np.int64(column) * stride1])
+                            )
+                    else:
+                        kept = sigmoid_pair(activations[np.int64(matrix) * columns + row])[1]
+                        value = kept * area[2 * pitch + row] * area[2 * pitch + column]
+                    value = finite_or_zero(value)
+                    output[offset + column] = value
+                squares += value * value
+        return squares
+
+    @cuda.jit(device=True)
+    def norm_rows(output, shape, place, area):
+        """The largest sum of magnitudes of a row; those of columns go to z in the area."""
+        _matrix, columns, _pitch, first_row, end_row, _tile_rows, _warps_a_row = shape
+        row_largest = _ZERO
+        for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):
+            total = _ZERO
+            for row in range(first_row, end_row):
+                value = abs(output[place[0] + np.int64(row) * columns + column])
+                total += value
+            area[place[2] + column] = total
+        for row in range(first_row + (cuda.threadIdx.x >> 5), end_row, cuda.blockDim.x >> 5):
+            total = _ZERO
+            for column in range(cuda.laneid, columns, 32):
+                total += abs(output[place[0] + np.int64(row) * columns + column])
+            row_largest = maximum(row_largest, warp_sum(total, 32, FULL_MASK))
+        return row_largest
+
+    @cuda.jit(device=True)
+    def multiply_rows(output, shape, place, area, work, scratch, buffers, unit):
+        """Products of the rows, times ``unit``, with w at pitch in the area.
+
+        Returns, in the leaders of rows, the sums of y_v y_w, y_w y_w and y_w y_p, y_v and y_p from the workspace.
+        """
+        _matrix, columns, pitch, first_row, end_row, tile_rows, warps_a_row = shape
+        matrix_offset, row_products, tile, own_part = place
+        words, values, few_words, few, z = buffers
+        own, start, span, leads = start_sweep(warps_a_row, vector, warp_columns)
+        vw, ww, wp = _ZERO, _ZERO, _ZERO
+        parity = 0
+        for element in range(lanes_columns):
+            z[element] = _ZERO
+        if not staged:
+            for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):
+                area[tile + column] = _ZERO
+            cuda.syncthreads()  # z is zero
+        for tile_row in range(first_row, end_row, tile_rows):
+            row = np.int32(tile_row + own)
+            end = columns if row < end_row else np.int32(0)
+            offset = matrix_offset + np.int64(row) * columns
+            y = _ZERO
+            if tile_row == first_row or not staged:
+                load(output, offset + start, 1, np.int32(end - start), words)
+            for first in range(start, columns if not staged else start + 1, span):
+                left = np.int32(end - first)
+                if first != start:
+                    load(output, offset + first, 1, left, words)
+                unpack(output, words, values)
+                for part in range(parts):
+                    if part * stride < left:
+                        column = first + part * stride
+                        area_vector(area, pitch + column, few_words, few)
+                        for element in range(vector):
+                            values[part * vector + element] *= unit
+                            y += values[part * vector + element] * few[element]
+            if staged:
+                next_row = row + tile_rows
+                next_offset = matrix_offset + np.int64(next_row) * columns
+                next_end = columns if next_row < end_row else np.int32(0)
+                load(output, next_offset + start, 1, np.int32(next_end - start), words)
+            y, _unused, _unused2 = row_sums(y, _ZERO, _ZERO, scratch, 48 + 48 * parity, warps_a_row)
+            parity ^= 1
+            if staged:
+                for element in range(lanes_columns):
+                    z[element] += y * values[element]
+            else:
+                add_long(output, offset, end, area, tile, start, span, words, values, y, unit)
+            if leads and row < end_row:
+                work[row_products + columns + row] = y
+                vw += y * work[row_products + row]
+                ww += y * y
+                wp += y * work[row_products + 2 * columns + row]
+        flush(area, tile, pitch, columns, tile_rows, start, own, z, work, own_part)
+        return vw, ww, wp
+
+    @cuda.jit(device=True)
+    def largest_rows(output, shape, place):
+        """The largest magnitude in a thread's share of the rows of a block."""
+        _matrix, columns, _pitch, first_row, end_row, _tile_rows, _warps_a_row = shape
+        result = _ZERO
+        offset = place[0] + np.int64(first_row) * columns
+        cells = (np.int64(end_row) - first_row) * columns
+        for cell in range(np.int64(cuda.threadIdx.x), cells, np.int64(cuda.blockDim.x)):
+            result = maximum(result, abs(output[offset + cell]))
+        return result
+
+    @cuda.jit(device=True)
+    def project_rows(output, shape, place, area, scratch, buffers, factor, cut):
+        """Each row becomes factor (row - cut (row v) vᵀ), v the unit vector at 0 in the area."""
+        _matrix, columns, _pitch, first_row, end_row, tile_rows, warps_a_row = shape
+        words, values, few_words, few, _z = buffers
+        own, start, span, _leads = start_sweep(warps_a_row, vector, warp_columns)
+        parity = 0
+        for tile_row in range(first_row, end_row, tile_rows):
+            row = np.int32(tile_row + own)
+            end = columns if row < end_row else np.int32(0)
+            offset = place[0] + np.int64(row) * columns
+            product = _ZERO
+            load(output, offset + start, 1, np.int32(end - start), words)
+            if cut != _ZERO:
+                for first in range(start, columns if not staged else start + 1, span):
+                    left = np.int32(end - first)
+                    if first != start:
+                        load(output, offset + first, 1, left, words)
+                    unpack(output, words, values)
+                    for part in range(parts):
+                        if part * stride < left:
+                            column = first + part * stride
+                            area_vector(area, column, few_words, few)
+                            for element in range(vector):
+                                product += values[part * vector + element] * few[element]
+                product, _unused, _unused2 = row_sums(product, _ZERO, _ZERO, scratch, 48 + 48 * parity, warps_a_row)
+                product *= cut
+                parity ^= 1
+            for first in range(start, columns if not staged else start + 1, span):
+                left = np.int32(end - first)
+                if not staged:
+                    load(output, offset + first, 1, left, words)
+                unpack(output, words, values)
+                for part in range(parts):
+                    if part * stride < left:
+                        column = first + part * stride
+                        area_vector(area, column, few_words, few)
+                        for element in range(vector):
+                            value = (values[part * vector + element] - product * few[element]) * factor
+                            values[part * vector + element] = finite_or_zero(value)
+                        store(output, offset + column, values, part * vector)
+
+    @cuda.jit
+    def cifg_spectrum_kernel(
+        output,
+        matrices,
+        columns,
+        pitch,
+        tile,
+        blocks,
+        block_rows,
+        tile_rows,
+        warps_a_row,
+        update_blocks,
+        group_floats,
+        area_floats,
+        hidden,
+        hidden_origin,
+        hidden_stride0,
+        hidden_stride1,
+        shared_samples,
+        activations,
+        power_vector,
+        sigma_bound,
+        sigma_out,
+        update_z,
+        update_sums,
+        work,
+        flags,
+        counters,
+        spectral_bound,
+        power_iterations,
+        clips,
+        only_checks,
+        errors,
+    ):
+        scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+        row_scratch = cuda.shared.array(ROW_SCRATCH, np.float32)
+        cells = cuda.shared.array(BLOCK_CELLS, np.float32)
+        words = cuda.local.array(lanes_columns, np.uint32)
+        values = cuda.local.array(lanes_columns, np.float32)
+        few_words = cuda.local.array(vector, np.uint32)
+        few = cuda.local.array(vector, np.float32)
+        z = cuda.local.array(lanes_columns, np.float32)
+        buffers = (words, values, few_words, few, z)
+        thread = np.int32(cuda.threadIdx.x)
+        threads = np.int32(cuda.blockDim.x)
+        group = np.int32(cuda.blockIdx.x // blocks)
+        rank = np.int32(cuda.blockIdx.x - group * blocks)
+        groups = np.int32(cuda.gridDim.x // blocks)
+        group_work = group * group_floats
+        half = np.int64(blocks) * pitch
+        # Where a group is small each of its blocks adds up all of z for itself, and no second barrier is needed.
+        redundant = max(blocks, update_blocks) * columns <= _MOST_REDUNDANT
+        vectors = group_work + 2 * half + (rank * VECTORS * np.int64(pitch) if redundant else 0)
+        row_products = group_work + 2 * half + blocks * VECTORS * np.int64(pitch)
+        sums = row_products + ROW_PRODUCTS * np.int64(columns)
+        area = cuda.shared.array(0, np.float32, 16)
+        if not staged:
+            area_start = sums + 2 * CELLS * np.int64(blocks) + rank * area_floats
+            area = work[area_start : area_start + area_floats]
+        first_row = np.int32(min(rank * block_rows, columns))
+        end_row = np.int32(min(first_row + block_rows, columns))
+        slice_size = (columns + blocks - 1) // blocks
+        slice_start = min(rank * slice_size, columns)
+        slice_end = min(slice_start + slice_size, columns)
+        z_start, z_end = (np.int32(0), columns) if redundant else (slice_start, slice_end)
+        z_lanes = 1 if redundant else 32
+        z_lane = cuda.laneid & (z_lanes - 1)
+        hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
+        certifies = sigma_bound.size > 0 and only_checks == 0
+        leads = start_sweep(warps_a_row, vector, warp_columns)[3]
+        phase = 0
+        parity = 0
+        for matrix in range(group, matrices, groups):
+            matrix_offset = np.int64(matrix) * columns * columns
+            shape = (np.int64(matrix), columns, pitch, first_row, end_row, tile_rows, warps_a_row)
+            place = (matrix_offset, row_products, tile, group_work)
+            cuda.syncthreads()  # the matrix before no longer needs the area
+            # A check starts elsewhere than what it checks.
+            warm, squares_h, rest_scale = stage_vectors(
+                matrix, columns, pitch, area, power_vector, hidden, hidden_place, shared_samples > 0,
+                1 if only_checks == 0 else 4, False, scratch, errors,
+            )  # fmt: skip
+            warm = warm and only_checks == 0
+            matrix_flags = flags[np.int64(matrix) * 2 * columns : (np.int64(matrix) + 1) * 2 * columns]
+
+            # --- what the update has left
+            vv, vw, ww = _ZERO, _ZERO, _ZERO
+            squares, writes, lost, most_kept = _ZERO, _ZERO, _ZERO, _ZERO
+            if only_checks == 0:
+                update_cells = np.int64(matrix) * update_blocks * CELLS
+                vv, vw, ww = group_sums(update_sums, update_cells, update_blocks, 0)
+                squares, writes, lost = group_sums(update_sums, update_cells, update_blocks, 3)
+                most_kept = group_maximum(update_sums, update_cells, update_blocks, 6)
+            z_parts = np.int64(matrix) * update_blocks * pitch
+            stepped = only_checks == 0
+            if lost > _ZERO or not stepped:
+                # The products are of no use; sums of squares are made anew.
+                stepped = False
+                squares = repair_rows(
+                    output, shape, place, area, hidden, hidden_place, shared_samples, activations, matrix_flags
+                )
+                squares, _unused, _unused2 = _block_sum3(squares, _ZERO, _ZERO, scratch, scratch, phase)
+                phase ^= 1
+                if thread == 0:
+                    work[sums + (parity * blocks + rank) * CELLS] = squares
+                barrier(counters, group, blocks)
+                squares, _unused, _unused2 = group_sums(work, sums + parity * blocks * CELLS, blocks, 0)
+                parity ^= 1
+                for row in range(first_row + thread, end_row, threads):
+                    matrix_flags[row] = 0
+                for column in range(slice_start + thread, slice_end, threads):
+                    matrix_flags[columns + column] = 0
+
+            # --- is it within the bound for certain?
+            unit = _ONE
+            upper = math.sqrt(squares) * _ROUNDING_UP
+            if not (_SMALLEST_SQUARES <= squares <= _LARGEST_SQUARES):
+                # Fourth powers, which occur, would leave float32: the iteration works on multiples of the rows.
+                largest = _block_max(largest_rows(output, shape, place), scratch, scratch, phase)
+                phase ^= 1
+                if thread == 0:
+                    work[sums + (parity * blocks + rank) * CELLS] = largest
+                barrier(counters, group, blocks)
+                largest = group_maximum(work, sums + parity * blocks * CELLS, blocks, 0)
+                parity ^= 1
+                unit = _ONE / maximum(largest, np.float32(1e-37))
+                upper = largest * np.float32(columns) * _ROUNDING_UP
+            bound = spectral_bound * unit
+            if certifies:
+                before = sigma_bound[matrix]
+                hidden_norm = _ONE if shared_samples > 0 else math.sqrt(squares_h)
+                weyl = (most_kept * before + math.sqrt(writes) * hidden_norm) * _ROUNDING_UP
+                if before >= _ZERO and weyl <= FLOAT32_MAX:
+                    upper = minimum(upper, weyl)
+                if upper > spectral_bound:
+                    row_largest = norm_rows(output, shape, place, area)
+                    row_largest = _block_max(row_largest, scratch, scratch, phase)
+                    phase ^= 1
+                    for column in range(thread, columns, threads):
+                        work[group_work + parity * half + np.int64(rank) * pitch + column] = area[tile + column]
+                    if thread == 0:
+                        work[sums + (parity * blocks + rank) * CELLS] = row_largest
+                    barrier(counters, group, blocks)
+                    row_largest = group_maximum(work, sums + parity * blocks * CELLS, blocks, 0)
+                    norm_parts = group_work + parity * half
+                    parity ^= 1
+                    column_largest = _ZERO
+                    for column in range(slice_start + thread, slice_end, threads):
+                        column_largest = maximum(
+                            column_largest, group_column(work, norm_parts + column, blocks, pitch, 0, 1)
+                        )
+                    column_largest = _block_max(column_largest, scratch, scratch, phase)
+                    phase ^= 1
+                    if thread == 0:
+                        work[sums + (parity * blocks + rank) * CELLS] = column_largest
+                    barrier(counters, group, blocks)
+                    column_largest = group_maximum(work, sums + parity * blocks * CELLS, blocks, 0)
+                    parity ^= 1
+                    upper = minimum(upper, math.sqrt(column_largest) * math.sqrt(row_largest) * _ROUNDING_UP)
+            settled = upper <= spectral_bound
+            estimate = upper
+            factor = _WARM_FACTOR if warm else _COLD_FACTOR * math.sqrt(np.float32(columns))
+            a, b = _ONE, _ZERO
+            stepped = stepped and not settled and not certifies and unit == _ONE
+            if stepped:
+                # --- one power step with v, beside w
+                theta, a, b, _unused = top_pair(vv, vw, ww, _ZERO, _ZERO, _ZERO)
+                rr, length = _ZERO, _ZERO
+                for column in range(z_start + thread // z_lanes, z_end, threads // z_lanes):
+                    av = group_column(update_z, z_parts + column, update_blocks, pitch, z_lane, z_lanes)
+                    if not redundant:
+                        av = warp_sum(av, 32, FULL_MASK)
+                    if z_lane == 0:
+                        difference = av - vv * area[column]
+                        rr += difference * difference
+                        step_v = a * av + b * theta * area[pitch + column]
+                        length += step_v * step_v
+                        work[vectors + _AV * pitch + column] = step_v
+                rr, length, _unused = _block_sum3(rr, length, _ZERO, scratch, scratch, phase)
+                phase ^= 1
+                if not redundant:
+                    if thread == 0:
+                        cell = sums + (parity * blocks + rank) * CELLS
+                        work[cell] = rr
+                        work[cell + 1] = length
+                        work[cell + 2] = _ZERO
+                    barrier(counters, group, blocks)
+                    rr, length, _unused = group_sums(work, sums + parity * blocks * CELLS, blocks, 0)
+                    parity ^= 1
+                # Of the residual of v, the part along w is no news.
+                rest = math.sqrt(maximum(rr - vw * vw, _ZERO))
+                settled = abs(b) <= _SMALL_TURN and theta + factor * rest <= bound * bound
+                estimate = math.sqrt(maximum(theta, vv + rr / vv if vv > _ZERO else _ZERO))
+                if settled and power_vector.size > 0 and only_checks == 0:
+                    scale = _ONE / math.sqrt(length) if length > _ZERO else _ZERO
+                    for column in range(slice_start + thread, slice_end, threads):
+                        power_vector[np.int64(matrix) * columns + column] = work[vectors + _AV * pitch + column] * scale
+            if not settled:
+                # --- the largest singular value, and the second where the first alone may not be cut
+                cuda.syncthreads()  # the vectors of the area have been used
+                if not warm:
+                    # h may be a singular vector, in which the others hide: a good part stays pseudo-random.
+                    a += _COLD_PART if a >= _ZERO else -_COLD_PART
+                length = _ONE / math.sqrt(a * a + b * b)
+                for column in range(thread, columns, threads):
+                    v = area[column]
+                    w = area[pitch + column]
+                    area[pitch + column] = (a * v + b * w) * length
+                    area[column] = w
+                cuda.syncthreads()  # the start vector is complete
+                fresh = True
+                scale_v = _ONE
+                stage = 0
+                step = 0
+                theta, residual, theta_first, residual_first = _ZERO, _ZERO, _ZERO, _ZERO
+                factor_first = factor
+                residual_before = FLOAT32_MAX
+                steps = power_iterations if only_checks == 0 else max(power_iterations, _CHECK_STEPS)
+                pp = _ZERO
+                running = True
+                while running:
+                    place = (matrix_offset, row_products, tile, group_work + parity * half + np.int64(rank) * pitch)
+                    vw, ww, wp = multiply_rows(output, shape, place, area, work, row_scratch, buffers, unit)
+                    own_cell = block_cells(cells, vw, ww, wp, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, leads)
+                    if thread < 8:
+                        work[sums + (parity * blocks + rank) * CELLS + thread] = own_cell
+                    barrier(counters, group, blocks)
+                    vw, ww, wp = group_sums(work, sums + parity * blocks * CELLS, blocks, 0)
+                    vw *= scale_v
+                    z_parts = group_work + parity * half
+                    parity ^= 1
+                    vv = theta
+                    if fresh:
+                        # The products of v and p are left from another start.
+                        vv, vw, wp, pp = _ZERO, _ZERO, _ZERO, _ZERO
+                    vp = _ZERO
+                    theta, a, b, c = top_pair(vv, vw, ww, vp, wp, pp)
+                    away = math.sqrt(b * b + c * c)
+                    qa, qb, qc = _ZERO, _ZERO, _ZERO
+                    if away > np.float32(1e-12):
+                        qa, qb, qc = -away, a * b / away, a * c / away
+                    pp = (
+                        qa * qa * vv + qb * qb * ww + qc * qc * pp + _TWO * (qa * qb * vw + qa * qc * vp + qb * qc * wp)
+                    )
+                    rr, rv, rp, r1, squares_v = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
+                    for column in range(z_start + thread // z_lanes, z_end, threads // z_lanes):
+                        at = vectors + column
+                        aw = group_column(work, z_parts + column, blocks, pitch, z_lane, z_lanes)
+                        if not redundant:
+                            aw = warp_sum(aw, 32, FULL_MASK)
+                        if z_lane == 0:
+                            v, p, av, ap = _ZERO, _ZERO, _ZERO, _ZERO
+                            w = area[pitch + column]
+                            if not fresh:
+                                v = work[at + _V * pitch] * scale_v
+                                p = work[at + _P * pitch]
+                                av = work[at + _AV * pitch] * scale_v
+                                ap = work[at + _AP * pitch]
+                            new_v = a * v + b * w + c * p
+                            new_p = qa * v + qb * w + qc * p
+                            new_av = a * av + b * aw + c * ap
+                            work[at + _V * pitch] = new_v
+                            work[at + _P * pitch] = new_p
+                            work[at + _AV * pitch] = new_av
+                            work[at + _AP * pitch] = qa * av + qb * aw + qc * ap
+                            difference = new_av - theta * new_v
+                            work[at + _RESIDUAL * pitch] = difference
+                            rr += difference * difference
+                            rv += difference * new_v
+                            rp += difference * new_p
+                            squares_v += new_v * new_v
+                            if stage == 1:
+                                r1 += difference * work[at + _FIRST_V * pitch]
+                    for row in range(first_row + thread, end_row, threads):
+                        at = row_products + row
+                        y_w = work[at + columns]
+                        y_v, y_p = _ZERO, _ZERO
+                        if not fresh:
+                            y_v = work[at] * scale_v
+                            y_p = work[at + 2 * columns]
+                        work[at] = a * y_v + b * y_w + c * y_p
+                        work[at + 2 * columns] = qa * y_v + qb * y_w + qc * y_p
+                    fresh = False
+                    rr, rv, rp = _block_sum3(rr, rv, rp, scratch, scratch, phase)
+                    phase ^= 1
+                    r1, squares_v, _unused = _block_sum3(r1, squares_v, _ZERO, scratch, scratch, phase)
+                    phase ^= 1
+                    if not redundant:
+                        if thread == 0:
+                            cell = sums + (parity * blocks + rank) * CELLS
+                            work[cell] = rr
+                            work[cell + 1] = rv
+                            work[cell + 2] = rp
+                            work[cell + 3] = r1
+                            work[cell + 4] = squares_v
+                        barrier(counters, group, blocks)
+                        group_cells = sums + parity * blocks * CELLS
+                        parity ^= 1
+                        rr, rv, rp = group_sums(work, group_cells, blocks, 0)
+                        r1, squares_v, _unused = group_sums(work, group_cells, blocks, 3)
+                    # Rounding wears the length of v: sigma² and the residual are those of v at length 1.
+                    along_v = rv / squares_v if squares_v > _ZERO else _ZERO
+                    theta += along_v
+                    scale_v = _ONE / math.sqrt(squares_v) if squares_v > _ZERO else _ONE
+                    residual = math.sqrt(maximum(rr - rv * along_v - r1 * r1, _ZERO)) * scale_v
+                    length = rr - rv * along_v - rp * rp - r1 * r1
+                    limit = bound if stage == 0 else bound * _SECOND_ROUNDING
+                    within = theta + factor * residual <= limit * limit
+                    known = _CONVERGED if stage == 0 and theta > bound * bound else _KNOWN
+                    stands = residual <= _NOISE * theta and residual > np.float32(0.5) * residual_before
+                    residual_before = residual
+                    stops = within or residual <= known * theta or stands or step >= steps
+                    stops = stops or not (length > np.float32(1e-12) * theta * theta)
+                    if stage == 1 and theta > limit * limit:
+                        stops = True
+                    if stage == 1 and stops and not within:
+                        # The second value is not known to be within the bound: what it may be decides.
+                        theta += residual
+                    along_hidden = stage == 0 and step == 0 and not stepped and warm and rest_scale > _ZERO
+                    if along_hidden:
+                        # What the update has added lies along h: w before any residual.
+                        step += 1
+                        for column in range(thread, columns, threads):
+                            area[pitch + column] = area[column]
+                        cuda.syncthreads()  # w is complete
+                    elif not stops:
+                        step += 1
+                        factor = maximum(_WARM_FACTOR, factor * np.float32(0.125))
+                        scale = _ONE / math.sqrt(length)
+                        for column in range(thread, columns, threads):
+                            at = vectors + column
+                            w = (
+                                work[at + _RESIDUAL * pitch]
+                                - along_v * work[at + _V * pitch]
+                                - rp * work[at + _P * pitch]
+                            )
+                            if stage == 1:
+                                w -= r1 * work[at + _FIRST_V * pitch]
+                            area[pitch + column] = w * scale
+                        cuda.syncthreads()  # w is complete
+                    elif stage == 0:
+                        theta_first, residual_first, factor_first = theta, residual, factor
+                        settled = within
+                        # Weyl: the update leaves at most one singular value above the bound if there was none before.
+                        over = not within and theta > bound * bound
+                        alone = unit == _ONE and squares * _ROUNDING_UP - theta <= bound * bound
+                        if certifies:
+                            alone = alone or (before >= _ZERO and most_kept * before <= spectral_bound)
+                        elif warm and shared_samples == 0:
+                            grown = bound + math.sqrt(writes) * math.sqrt(squares_h) * unit
+                            alone = alone or math.sqrt(theta) <= grown * (_ONE + _TWO * _TOLERANCE)
+                        running = over and clips != 0 and not alone and only_checks == 0
+                        if running:
+                            stage = 1
+                            step = 0
+                            residual_before = FLOAT32_MAX
+                            factor = _COLD_FACTOR * math.sqrt(np.float32(columns))
+                            dot, length, _unused = _ZERO, _ZERO, _ZERO
+                            for column in range(thread, columns, threads):
+                                v = work[vectors + _V * pitch + column]
+                                dot += v * pseudo_random(column, 3)
+                                length += v * v
+                            dot, length, _unused = _block_sum3(dot, length, _ZERO, scratch, scratch, phase)
+                            phase ^= 1
+                            dot /= length
+                            length = _ZERO
+                            for column in range(thread, columns, threads):
+                                v = work[vectors + _V * pitch + column]
+                                w = pseudo_random(column, 3) - dot * v
+                                area[pitch + column] = w
+                                length += w * w
+                            length, _unused, _unused2 = _block_sum3(length, _ZERO, _ZERO, scratch, scratch, phase)
+                            phase ^= 1
+                            scale = _ONE / math.sqrt(length) if length > np.float32(1e-6) else _ZERO
+                            for column in range(thread, columns, threads):
+                                area[pitch + column] *= scale
+                            for column in range(z_start + thread, z_end, threads):
+                                work[vectors + _FIRST_V * pitch + column] = work[vectors + _AV * pitch + column] / theta
+                            fresh = True
+                            cuda.syncthreads()  # w is complete
+                    else:
+                        running = False
+                estimate = math.sqrt(theta_first)
+                if theta_first > _ZERO:
+                    estimate = math.sqrt(theta_first + residual_first * (residual_first / theta_first))
+                over = not settled and estimate > bound * np.float32(1.0 + 2e-6)
+                # A power step further than the combination: A v, of length sigma² or 1.
+                first = _FIRST_V if stage == 1 else _AV
+                if over and only_checks == 0:
+                    target = bound
+                    if certifies:
+                        # Sigma exceeds its estimate by what the residual allows.
+                        target *= np.float32(1.0 - 1e-5) * math.sqrt(theta_first / (theta_first + residual_first))
+                    cuts = clips != 0 and residual_first <= _POOR * theta_first
+                    if stage == 1:
+                        cuts = cuts and theta <= bound * bound * _SECOND_ROUNDING * _SECOND_ROUNDING
+                    if not cuts and residual_first > _KNOWN * theta_first:
+                        estimate_used = math.sqrt(theta_first + residual_first)
+                    else:
+                        estimate_used = estimate
+                    length = _ZERO
+                    for column in range(thread, columns, threads):
+                        v = work[vectors + first * pitch + column]
+                        area[column] = v
+                        length += v * v
+                    length, _unused, _unused2 = _block_sum3(length, _ZERO, _ZERO, scratch, scratch, phase)
+                    phase ^= 1
+                    sigma = math.sqrt(theta_first)
+                    cut = (_ONE - target / sigma) / length if cuts else _ZERO
+                    project_rows(
+                        output, shape, place, area, row_scratch, buffers, _ONE if cuts else target / estimate_used, cut
+                    )
+                    # Sigma may exceed its estimate by what the residual allows, and the second value its own.
+                    after = target * math.sqrt((theta_first + residual_first) / theta_first)
+                    if cuts and stage == 1:
+                        after = maximum(after, math.sqrt(maximum(theta, _ZERO)))
+                    if rank == 0 and thread == 0:
+                        if after > bound * (_ONE + _TOLERANCE):
+                            record_event(errors, SPECTRAL_OVERFLOW, 1, matrix)
+                        if certifies:
+                            proven = residual_first <= _KNOWN * theta_first and after <= bound * (_ONE + _TOLERANCE)
+                            sigma_bound[matrix] = spectral_bound if proven else upper
+                elif not settled and rank == 0 and thread == 0:
+                    # Not over as far as seen, but not known to be within either.
+                    may_be = math.sqrt(theta_first + factor_first * residual_first)
+                    if may_be > bound * (_ONE + _TOLERANCE):
+                        record_event(errors, SPECTRAL_OVERFLOW, 1, matrix)
+                if certifies and not over and rank == 0 and thread == 0:
+                    sigma_bound[matrix] = upper
+                if power_vector.size > 0 and only_checks == 0:
+                    # A full power step further.
+                    scale = _ONE / math.sqrt(theta * theta + residual * residual) if theta > _ZERO else _ZERO
+                    for column in range(slice_start + thread, slice_end, threads):
+                        at = vectors + column
+                        v = work[at + _FIRST_V * pitch] if stage == 1 else work[at + _AV * pitch] * scale
+                        power_vector[np.int64(matrix) * columns + column] = v
+                estimate /= unit
+            elif certifies and rank == 0 and thread == 0:
+                sigma_bound[matrix] = upper
+            if sigma_out.size > 0 and only_checks == 0 and rank == 0 and thread == 0:
+                sigma_out[matrix] = estimate
+
+    return cifg_spectrum_kernel
