@@ -37,9 +37,9 @@ _SPECTRAL_BOUND = 0.95
 _SPECTRAL_TOLERANCE = 1e-3
 _MEMORY_VARIANTS: tuple[str, ...] = ("within", "clip", "scale")
 _BATCHED_VARIANTS: tuple[str, ...] = ("independent", "shared")
-_MEMORY_SIZES: tuple[tuple[int, ...], ...] = ((1, 0), (5, 3), (33, 31))
+_MEMORY_SIZES: tuple[tuple[int, ...], ...] = ((1, 0), (5, 3), (17, 15))
 _MEMORY_SIZES_GPU = ((256, 256), (512, 512), (1000, 24))
-_BATCHED_SIZES: tuple[tuple[int, ...], ...] = ((3, 5, 2), (2, 33, 31))
+_BATCHED_SIZES: tuple[tuple[int, ...], ...] = ((3, 5, 2), (2, 17, 15))
 _BATCHED_SIZES_GPU = ((32, 256, 256), (5, 500, 12))
 # Another launch, and more samples than a block holds at a time; all variants of these would take the simulator minutes.
 _ONE_MEMORY = ((65, 2), "within")
