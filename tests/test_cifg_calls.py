@@ -133,6 +133,28 @@ def test_empty_batch_of_a_shared_memory_with_out():
         call(copies(inputs), shared=True, out=poisoned((4, 4)))
 
 
+@pytest.mark.simulator_only("a launch that fails on a GPU takes its context with it")
+def test_a_call_that_broke_off_leaves_nothing_for_the_next_one(monkeypatch):
+    """The update has marked a row and a column when the launch after it fails."""
+    from burt_numba import simulator
+
+    launch = simulator.launch
+
+    def failing(function, *args, name, **options):
+        if name == "cifg_spectrum":
+            raise RuntimeError("broken off")
+        launch(function, *args, name=name, **options)
+
+    broken, other = (INPUTS._replace(C=INPUTS.C.copy()) for _ in range(2))
+    broken.C[0, 1] = other.C[2, 2] = np.nan
+    expected = run_cifg(other).memory
+    with monkeypatch.context() as patched:
+        patched.setattr(simulator, "launch", failing)
+        with pytest.raises(RuntimeError, match="broken off"):
+            call(copies(broken), errors=burt_numba.ErrorBuffer())
+    assert run_cifg(other).memory.tobytes() == expected.tobytes()
+
+
 def test_on_a_stream():
     stream, arrays = cuda.stream(), copies(INPUTS)
     cuda.synchronize()

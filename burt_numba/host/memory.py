@@ -99,6 +99,10 @@ class Workspace:
                 self._bytes[kind] = size = max(size, 2 * self._bytes[kind])
                 self.operands[kind] = self._allocate(size, ("f4", "i4", "i8")[kind])
 
+    def renew(self) -> None:
+        """Take other memory from now on: a call that broke off may have left flags or counters that are not zero."""
+        self._bytes = [0] * len(self.KINDS)
+
     def _allocate(self, size: int, dtype: str) -> Any:
         if SIMULATED:
             import numpy as np

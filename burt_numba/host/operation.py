@@ -211,7 +211,11 @@ class Operation:
         space = workspace(call.device, stream)
         with space.lock:
             space.fit(call.workspace)
-            _launch_all(call.launches, [*operands, *space.operands], numbers, cells, stream)
+            try:
+                _launch_all(call.launches, [*operands, *space.operands], numbers, cells, stream)
+            except BaseException:
+                space.renew()
+                raise
 
     def _prepare(self, operands: Sequence[Any], options: tuple[Any, ...], aligned: bool, validate: bool) -> _Call:
         descriptions = [
