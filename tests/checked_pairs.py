@@ -93,8 +93,19 @@ class Pairs(list[Pair]):
         chosen = [pair for pair in self if not errors or pair.error in errors]
         return pytest.mark.parametrize("pair", chosen, ids=[pair.wrong.__name__ for pair in chosen])
 
+    def tests(self):
+        """The two tests of every pair of a file, for its end: of the wrong kernels, and of the right ones."""
 
-all_or_one = pytest.mark.parametrize("alone", [False, True], ids=["all checks", "one check"])
+        @self.each()
+        @pytest.mark.parametrize("alone", [False, True], ids=["all checks", "one check"])
+        def test_wrong_kernel(pair, alone):
+            assert_wrong(pair, alone)
+
+        @self.each()
+        def test_right_kernel(pair):
+            assert_right(pair)
+
+        return test_wrong_kernel, test_right_kernel
 
 
 def run(pair: Pair, kernel: Any) -> np.ndarray:

@@ -16,7 +16,7 @@ import pytest
 if os.environ.get("BURT_NUMBA_TEST_TARGET") == "gpu":
     pytest.skip("tests the simulator, which a GPU run does not use", allow_module_level=True)
 
-from checked_pairs import Pairs, all_or_one, assert_right, assert_wrong, ramp, run
+from checked_pairs import Pairs, ramp, run
 from support import poisoned
 
 from burt_numba import simulator
@@ -348,15 +348,7 @@ def flag_set_for_a_lane_after_syncwarp(data, flag, out):
 # Every pair ---------------------------------------------------------------------------------------------------------
 
 
-@pairs.each()
-@all_or_one
-def test_wrong_kernel(pair, alone):
-    assert_wrong(pair, alone)
-
-
-@pairs.each()
-def test_right_kernel(pair):
-    assert_right(pair)
+test_wrong_kernel, test_right_kernel = pairs.tests()
 
 
 @pairs.each()

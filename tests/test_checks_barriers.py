@@ -11,7 +11,7 @@ import pytest
 if os.environ.get("BURT_NUMBA_TEST_TARGET") == "gpu":
     pytest.skip("tests the simulator, which a GPU run does not use", allow_module_level=True)
 
-from checked_pairs import RAMP, Pairs, all_or_one, assert_right, assert_wrong, ramp, run
+from checked_pairs import RAMP, Pairs, ramp, run
 
 from burt_numba import simulator
 from burt_numba.backend import cuda
@@ -258,15 +258,7 @@ def cluster_barrier_of_every_block(values, out):
 # Every pair ---------------------------------------------------------------------------------------------------------
 
 
-@pairs.each()
-@all_or_one
-def test_wrong_kernel(pair, alone):
-    assert_wrong(pair, alone)
-
-
-@pairs.each()
-def test_right_kernel(pair):
-    assert_right(pair)
+test_wrong_kernel, test_right_kernel = pairs.tests()
 
 
 @pytest.mark.parametrize("wrong", [shuffle_on_two_lines, barrier_called_from_two_lines])
