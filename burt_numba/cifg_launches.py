@@ -14,8 +14,8 @@ CELLS = 8
 """Sums and maxima that a block leaves for its matrix."""
 VECTORS = 6
 """Vectors over the columns that a group keeps: v, residual, p, A v, A p, and the first v."""
-ROW_PRODUCTS = 3
-"""Products that a group keeps for each row: C'v, C'w, C'p."""
+ROW_PRODUCTS = 4
+"""Products that a group keeps for each row: C'v, C'w, C'p, and C' times the first v."""
 SHARED_SAMPLES = 32
 """Samples of a shared memory whose weights a block holds at a time."""
 

@@ -166,7 +166,7 @@ def test_several_over_the_bound_are_scaled_under_clip():
 # Power steps and codes ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("iterations", [0, 1, 10])
+@pytest.mark.parametrize("iterations", [0, 1, 10, 100])
 @pytest.mark.parametrize("name", [name for name in HARD if name not in ("one value, alone", "2 I")])
 def test_what_is_left_over_the_bound_is_told(name, iterations):
     """Too few steps always under-estimate: TomographicImaging/CIL#1704, pytorch/pytorch#59564."""
@@ -176,7 +176,7 @@ def test_what_is_left_over_the_bound_is_told(name, iterations):
     if left > WITHIN_PROMISE:
         assert (outcome.counts, outcome.first) == ({4: 1}, (0, 4)), f"sigma {left}, estimated {outcome.sigma}"
     assert set(outcome.counts) <= {4}
-    assert iterations < 10 or outcome.counts == {}, f"sigma {left} was reported as over its bound"
+    assert iterations < 100 or outcome.counts == {}, f"sigma {left} was reported as over its bound"
 
 
 @pytest.mark.parametrize("d", cases([5, 12], [64, 100, 255, 512, 1000]))
@@ -332,7 +332,7 @@ def test_long_stream(d, vector, certificate):
 
 
 @pytest.mark.parametrize("name", HARD | {f"{name}, within": make for name, make in WITHIN.items()})
-@pytest.mark.parametrize("iterations", [0, 10])
+@pytest.mark.parametrize("iterations", [0, 10, 100])
 def test_the_certificate_is_an_upper_bound(name, iterations):
     """Proven, so it holds without any tolerance, and also where too few steps leave sigma over its bound."""
     make = HARD.get(name) or WITHIN[name.removesuffix(", within")]
@@ -341,7 +341,7 @@ def test_the_certificate_is_an_upper_bound(name, iterations):
     for before in (np.inf, sigma * (1 + 1e-6)):
         outcome = run_cifg(inputs, power_iterations=iterations, sigma_bound=[before])
         assert sigma_of(outcome.memory) <= outcome.sigma_bound[0], f"with {before} before, sigma_bound"
-        if iterations == 10 and sigma > BOUND and not outcome.counts:
+        if iterations == 100 and sigma > BOUND:
             assert outcome.sigma_bound[0] <= WITHIN_PROMISE * (1 + LIMITS["float32"])
 
 

@@ -66,6 +66,8 @@ class _Call:
     overlaps: list[tuple[int, int, int, int, int, int, bool]] = field(default_factory=list)
     """(writer, its first and last byte, other, its first and last byte, the same memory is allowed)."""
     workspace: tuple[int, ...] = ()
+    is_empty: bool = False
+    """There is nothing to launch: what is written in place stays as it is."""
     cells: EventCells | None = None
     """The function's own error buffer on the device."""
 
@@ -229,9 +231,11 @@ class Operation:
         place = device if device is not None else 0 if SIMULATED else current_device() or 0
         answer = self._answer(Request(tuple(descriptions), options, place, aligned, validate))
         on_host = device is None
-        empty = 0 in answer.out_shape
-        launches = [] if empty or (on_host and not SIMULATED) else [prepare(x, place) for x in answer.launches]
-        call = _Call(family, place, on_host, launches, answer.out_shape, answer.out_dtype, workspace=answer.workspace)
+        is_empty = 0 in answer.out_shape or not answer.launches
+        launches = [] if is_empty or (on_host and not SIMULATED) else [prepare(x, place) for x in answer.launches]
+        call = _Call(
+            family, place, on_host, launches, answer.out_shape, answer.out_dtype, [], answer.workspace, is_empty
+        )
         for writer in self._written:
             written = descriptions[writer]
             # What was not given overlaps nothing: it is absent, or memory that is still to be allocated.
@@ -271,7 +275,7 @@ class Operation:
         if out is None:
             out = call.family.empty(call.out_shape, call.out_dtype, call.device)
             operands = (*operands[:-1], out)
-        if not call.launches and 0 in call.out_shape:
+        if call.is_empty:
             return out
         hosts = [None if o is None else _host_view(o) for o in operands]
         with cuda.gpus[call.device]:

@@ -143,13 +143,14 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
     def multiply_rows(output, shape, place, area, work, scratch, buffers, unit):
         """Products of the rows, times ``unit``, with w at pitch in the area.
 
-        Returns, in the leaders of rows, the sums of y_v y_w, y_w y_w and y_w y_p, y_v and y_p from the workspace.
+        Returns, in the leaders of rows, the sums of y_v y_w, y_w y_w, y_w y_p and y_w y_1, all but y_w from the
+        workspace.
         """
         _matrix, columns, pitch, first_row, end_row, tile_rows, warps_a_row = shape
         matrix_offset, row_products, tile, own_part = place
         words, values, few_words, few, z = buffers
         own, start, span, leads = start_sweep(warps_a_row, vector, warp_columns)
-        vw, ww, wp = _ZERO, _ZERO, _ZERO
+        vw, ww, wp, w1 = _ZERO, _ZERO, _ZERO, _ZERO
         parity = 0
         for element in range(lanes_columns):
             z[element] = _ZERO
@@ -193,8 +194,9 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                 vw += y * work[row_products + row]
                 ww += y * y
                 wp += y * work[row_products + 2 * columns + row]
+                w1 += y * work[row_products + 3 * columns + row]
         flush(area, tile, pitch, columns, tile_rows, start, own, z, work, own_part)
-        return vw, ww, wp
+        return vw, ww, wp, w1
 
     @cuda.jit(device=True)
     def largest_rows(output, shape, place):
@@ -471,12 +473,14 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                 running = True
                 while running:
                     place = (matrix_offset, row_products, tile, group_work + parity * half + np.int64(rank) * pitch)
-                    vw, ww, wp = multiply_rows(output, shape, place, area, work, row_scratch, buffers, unit)
-                    own_cell = block_cells(cells, vw, ww, wp, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, leads)
+                    vw, ww, wp, w1 = multiply_rows(output, shape, place, area, work, row_scratch, buffers, unit)
+                    own_cell = block_cells(cells, vw, ww, wp, w1, _ZERO, _ZERO, _ZERO, _ZERO, leads)
                     if thread < 8:
                         work[sums + (parity * blocks + rank) * CELLS + thread] = own_cell
                     barrier(counters, group, blocks)
                     vw, ww, wp = group_sums(work, sums + parity * blocks * CELLS, blocks, 0)
+                    if stage == 1:
+                        w1, _unused, _unused2 = group_sums(work, sums + parity * blocks * CELLS, blocks, 3)
                     vw *= scale_v
                     z_parts = group_work + parity * half
                     parity ^= 1
@@ -500,6 +504,9 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                         if not redundant:
                             aw = warp_sum(aw, 32, FULL_MASK)
                         if z_lane == 0:
+                            if stage == 1:
+                                # Rounding of w, times sigma_1: far more than the rest of A w where sigma_1 is large.
+                                aw -= w1 * work[at + _FIRST_V * pitch]
                             v, p, av, ap = _ZERO, _ZERO, _ZERO, _ZERO
                             w = area[pitch + column]
                             if not fresh:
@@ -567,7 +574,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                     if stage == 1 and stops and not within:
                         # The second value is not known to be within the bound: what it may be decides.
                         theta += residual
-                    along_hidden = stage == 0 and step == 0 and not stepped and warm and rest_scale > _ZERO
+                    along_hidden = stage == 0 and step == 0 and not stepped and rest_scale > _ZERO
                     if along_hidden:
                         # What the update has added lies along h: w before any residual.
                         step += 1
@@ -627,6 +634,8 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                                 area[pitch + column] *= scale
                             for column in range(z_start + thread, z_end, threads):
                                 work[vectors + _FIRST_V * pitch + column] = work[vectors + _AV * pitch + column] / theta
+                            for row in range(first_row + thread, end_row, threads):
+                                work[row_products + 3 * columns + row] = work[row_products + row] * scale_v
                             fresh = True
                             cuda.syncthreads()  # w is complete
                     else:
