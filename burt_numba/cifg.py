@@ -23,7 +23,7 @@ from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
 from burt_numba.host.operation import Answer, Operation, Request
 from burt_numba.host.plans import LaunchPlan, Plan, dimension, refuse_unknown, whole_warps
 from burt_numba.softmax_launches import StridedRows
-from burt_numba.target import COUNTER_STRIDE, GATE_COLUMNS, GATE_SAMPLES, GATE_THREADS
+from burt_numba.target import GATE_THREADS
 
 _NAMES = ("C", "h", "x", "W_f", "b_f", "power_vector", "sigma_bound", "sigma_out", "forget_gate_out", "out")
 _BATCHED_NAMES = ("C", "H", "X", "W_f", "b_f", *_NAMES[5:])
@@ -281,13 +281,13 @@ def _gate_kernel(vector: int) -> KernelSpec:
     return KernelSpec("cifg_gate", build, (vector,), (_GATE_BLOCK, 2))
 
 
-def _gates_kernel(vector: int, reports_hidden: bool) -> KernelSpec:
+def _gates_kernel(vector: int, shared: bool) -> KernelSpec:
     def build(*constants: int) -> Any:
         from burt_numba.kernels.cifg_gates import gates_kernel
 
         return gates_kernel(*constants)
 
-    return KernelSpec("cifg_gates", build, (vector, int(reports_hidden)), (GATE_THREADS, 1))
+    return KernelSpec("cifg_gates", build, (vector, int(shared)), (GATE_THREADS, 1))
 
 
 def _rows(name: str, label: str, operand: int, array: Description) -> StridedRows:
@@ -327,33 +327,44 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
     hidden, inputs, weights = (_rows(name, labels[i], i, d) for i, d in ((_H, h), (_X, x), (_W, W)))
     bias = _rows(name, labels[_B], _B, b)
     capability = compute_capability(request.device)
-    plan = memory_launches(columns, matrices, bool(shared), capability, multiprocessors(request.device))
+    batch = None if shared is None else samples
+    processors = multiprocessors(request.device)
+    plan = memory_launches(columns, matrices, batch, width, bool(shared), capability, processors)
     update, spectrum = plan.update, plan.spectrum
     whole = request.aligned and columns % 4 == 0 and width % 4 == 0
     places = []
     floats = plan.floats(matrices, samples * columns)
     for part, size in enumerate(floats):
         places.append(Array(_WORK, "f4", (size,), offset=4 * sum(floats[:part])))
-    work, update_z, update_sums, activations, areas = places
+    work, update_z, update_sums, activations, areas, totals, starts, tile_parts = places
     flags = Array(_FLAGS, "i4", (matrices * 2 * columns,))
+    counts = plan.counters(matrices)
+    group_counters, update_counters, tile_counters = (
+        Array(_COUNTERS, "i8", (count,), offset=8 * sum(counts[:place])) for place, count in enumerate(counts)
+    )
     launches = []
     vector = 4 if whole and _can_load_vectors(hidden, inputs, weights) else 1
     operands = (
         *(hidden.argument, *_place(hidden), inputs.argument, *_place(inputs)),
         *(weights.argument, *_place(weights), bias.argument, *_place(bias)),
     )
-    gate_outputs = (activations, _optional(_GATE, gate_out, samples * columns), Errors())
+    power_argument = _optional(_POWER, power, matrices * columns)
+    gate_outputs = (activations, _optional(_GATE, gate_out, samples * columns), power_argument, starts)
     if shared is None:
         sizes = (Number(columns, "i4"), Number(width, "i4"))
-        grid = (-(-columns // (_GATE_BLOCK // 32)), 1)
-        launches.append(Launch(_gate_kernel(vector), grid, _GATE_BLOCK, (*operands, *sizes, *gate_outputs)))
+        grid = (1 + -(-columns // (_GATE_BLOCK // 32)), 1)
+        launches.append(Launch(_gate_kernel(vector), grid, _GATE_BLOCK, (*operands, *sizes, *gate_outputs, Errors())))
     else:
         launches.append(
             Launch(
                 _gates_kernel(vector, bool(shared)),
-                (-(-samples // GATE_SAMPLES), -(-columns // GATE_COLUMNS)),
+                (matrices + plan.tiles * plan.split, 1),
                 GATE_THREADS,
-                (*operands, *(Number(size, "i4") for size in (samples, columns, width)), *gate_outputs),
+                (
+                    *operands,
+                    *(Number(size, "i4") for size in (samples, columns, width, plan.split)),
+                    *(*gate_outputs, tile_parts, tile_counters, Errors()),
+                ),
             )
         )
     hidden_place = _place(hidden)
@@ -386,11 +397,17 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
                 *hidden_place,
                 Number(samples, "i4"),
                 activations,
-                _optional(_POWER, power, matrices * columns),
+                starts,
+                power_argument,
+                _optional(_SIGMA_BOUND, sigma_bound, matrices),
+                _optional(_SIGMA, sigma, matrices),
                 update_z,
                 update_sums,
+                totals,
                 areas,
                 flags,
+                update_counters,
+                CallNumber(0, "f4"),
                 Errors(),
             ),
             update.shared_bytes,
@@ -416,7 +433,6 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
                         spectrum.block_rows,
                         spectrum.tile_rows,
                         spectrum.warps_a_row,
-                        update.blocks,
                     )
                 ),
                 Number(plan.group_floats, "i8"),
@@ -428,11 +444,10 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
                 _optional(_POWER, power, matrices * columns),
                 _optional(_SIGMA_BOUND, sigma_bound, matrices),
                 _optional(_SIGMA, sigma, matrices),
-                update_z,
-                update_sums,
+                totals,
                 work,
                 flags,
-                Array(_COUNTERS, "i8", (plan.groups * COUNTER_STRIDE,)),
+                group_counters,
                 CallNumber(0, "f4"),
                 CallNumber(1, "i4"),
                 Number(clips and not shared, "i4"),
@@ -510,32 +525,19 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     """Every kernel that the functions can launch, with their argument types."""
     array = "f4:1C"
     place, row_place = ("i8", "i8"), ("i8", "i8", "i8")
-    gate_types = (
-        array,
-        *row_place,
-        array,
-        *row_place,
-        array,
-        *row_place,
-        array,
-        *place,
-        "i4",
-        "i4",
-        "i4",
-        array,
-        array,
-    )
+    operands = (array, *row_place, array, *row_place, array, *row_place, array, *place)
+    types = (*operands, *("i4",) * 4, *(array,) * 5, "i8:1C", "i8:1C")
     for vector in (4, 1):
-        for reports_hidden in (False, True):
-            yield _gates_kernel(vector, reports_hidden), (*gate_types, "i8:1C")
-    types = (array, *place, array, *place, array, *row_place, array, *place, "i4", "i4", array, array, "i8:1C")
+        for shared in (False, True):
+            yield _gates_kernel(vector, shared), types
+    types = (array, *place, array, *place, array, *row_place, array, *place, "i4", "i4", *(array,) * 4, "i8:1C")
     for vector in (4, 1):
         yield _gate_kernel(vector), types
-    types = (array, array, *("i4",) * 7, "i8", array, *row_place, "i4", *(array,) * 5, "i4:1C", "i8:1C")
+    types = (array, array, *("i4",) * 7, "i8", array, *row_place, "i4", *(array,) * 9, "i4:1C", "i8:1C", "f4", "i8:1C")
     for shared in (False, True):
         for vector, staged in ((4, True), (1, True), (1, False)):
             yield _update_kernel(shared, vector, staged), types
-    types = (array, *("i4",) * 9, "i8", "i8", array, *row_place, "i4", *(array,) * 7)
+    types = (array, *("i4",) * 8, "i8", "i8", array, *row_place, "i4", *(array,) * 6)
     types = (*types, "i4:1C", "i8:1C", "f4", "i4", "i4", "i4", "i8:1C")
     for vector, staged in ((4, True), (1, True), (1, False)):
         for clustered in (True, False):
@@ -601,14 +603,15 @@ def _plan(name: str, capability: tuple[int, int], dims: dict[str, Any]) -> Plan:
     temporary = 4 * columns
     launches = []
     if columns and samples:
-        choice = memory_launches(columns, matrices, bool(shared), capability, processors)
+        batch = None if shared is None else samples
+        choice = memory_launches(columns, matrices, batch, width, bool(shared), capability, processors)
         update, spectrum = choice.update, choice.spectrum
         temporary += sum(choice.workspace(columns, matrices, samples * columns))
         if shared is None:
-            gate_grid = (-(-columns // (_GATE_BLOCK // 32)),)
+            gate_grid = (1 + -(-columns // (_GATE_BLOCK // 32)),)
             launches.append(LaunchPlan("cifg_gate_kernel", gate_grid, _GATE_BLOCK, 0))
         else:
-            gate_grid = (-(-samples // GATE_SAMPLES), -(-columns // GATE_COLUMNS))
+            gate_grid = (matrices + choice.tiles * choice.split,)
             launches.append(LaunchPlan("cifg_gates_kernel", gate_grid, GATE_THREADS, 0))
         grid = (matrices * update.blocks,)
         launches.append(LaunchPlan("cifg_update_rows_kernel", grid, update.threads, update.shared_bytes))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from burt_numba.target import COUNTER_STRIDE, MAX_CLUSTER_BLOCKS, has_clusters, most_shared_bytes
+from burt_numba.target import (
+    COUNTER_STRIDE,
+    GATE_COLUMNS,
+    GATE_SAMPLES,
+    MAX_CLUSTER_BLOCKS,
+    has_clusters,
+    most_shared_bytes,
+)
 
 LANE_COLUMNS = 16
 """Columns of a row that a lane keeps in registers."""
@@ -12,6 +19,13 @@ TILE_ROWS = 8
 """Rows that a block updates together, at most: one for each of its warps."""
 CELLS = 8
 """Sums and maxima that a block leaves for its matrix."""
+TOTALS = 16
+"""Floats of what the last block of an update leaves for its matrix, of which some are used."""
+PARTS_SHIFT = 4
+PARTS_TOGETHER = 1 << PARTS_SHIFT
+"""Blocks of an update whose parts one of them adds up, before one adds up those of a matrix."""
+START_CELLS = 4
+"""Floats behind the vectors v, w and h of a matrix."""
 VECTORS = 6
 """Vectors over the columns that a group keeps: v, residual, p, A v, A p, and the first v."""
 ROW_PRODUCTS = 4
@@ -23,7 +37,11 @@ UPDATE_BLOCK, SPECTRUM_BLOCK = 256, 256
 UPDATE_RESIDENT = 2
 """Blocks of updates that a multiprocessor holds: 128 registers a thread."""
 _SMALL, _SMALL_BLOCK = 64, 128
-_MOST_ROWS_A_BLOCK = 32
+_START_ROWS = 3
+"""What a block of an update does before and after its rows takes as long as so many steps over them."""
+_MOST_WAVES = 8
+_LEAST_DEPTH = 128
+"""Of the part of W_f [h; x] that a block of gates adds up: 16 for each of its warps."""
 _MOST_PARTS = 1 << 24
 """Floats of z that updates leave, where more rows a block can avoid more."""
 _STATIC_BYTES = 4 * (192 + 144 + 128 + 4)
@@ -62,6 +80,10 @@ class MemoryLaunches(NamedTuple):
     groups: int
     """Groups of blocks of the second launch, each with a matrix at a time."""
     clustered: bool
+    tiles: int
+    """Of the gates of a batch; 0 for one sample."""
+    split: int
+    """Blocks that share a tile."""
 
     @property
     def group_floats(self) -> int:
@@ -72,16 +94,34 @@ class MemoryLaunches(NamedTuple):
         return _whole(columns_part + 2 * shape.blocks * CELLS + areas, 4)
 
     def floats(self, matrices: int, activations: int) -> tuple[int, ...]:
-        """Floats of the parts of the workspace: groups, z and sums of the update, activations, areas of the update."""
+        """Floats of the parts of the workspace.
+
+        Groups, z and sums of the update, activations, areas of the update, totals, starts, parts of tiles of gates.
+        """
         blocks = matrices * self.update.blocks
         areas = 0 if self.update.staged else blocks * self.update.area
-        parts = (self.groups * self.group_floats, blocks * self.update.pitch, blocks * CELLS, activations, areas)
+        parts = (
+            self.groups * self.group_floats,
+            blocks * self.update.pitch,
+            blocks * CELLS,
+            activations,
+            areas,
+            matrices * TOTALS,
+            matrices * (3 * self.update.pitch + START_CELLS),
+            self.tiles * self.split * GATE_SAMPLES * GATE_COLUMNS if self.split > 1 else 0,
+        )
         return tuple(_whole(part, 4) for part in parts)
+
+    def counters(self, matrices: int) -> tuple[int, int, int]:
+        """Counters of the groups of the last launch, of the blocks of the update, and of the tiles of gates."""
+        # Sets of blocks, sets of sets, and so on.
+        update = matrices * 2 * -(-self.update.blocks // PARTS_TOGETHER)
+        return COUNTER_STRIDE * self.groups, update, self.tiles if self.split > 1 else 0
 
     def workspace(self, columns: int, matrices: int, activations: int) -> tuple[int, int, int]:
         """Bytes of each kind of a workspace."""
         floats = sum(self.floats(matrices, activations))
-        return 4 * floats, 8 * columns * matrices, 8 * COUNTER_STRIDE * self.groups
+        return 4 * floats, 8 * columns * matrices, 8 * sum(self.counters(matrices))
 
 
 def _whole(count: int, unit: int) -> int:
@@ -102,12 +142,36 @@ def _row_shape(columns: int, threads: int, tile: int, least_warps: int, static: 
     return False, 1, warps, tile + pitch
 
 
+def _rows_a_block(columns: int, matrices: int, tile_rows: int, slots: int) -> int:
+    """Rows of a matrix for a block, where ``slots`` blocks run at once: few waves of them, and evenly full.
+
+    A wave takes as long as its rows and what a block does besides.
+    """
+    most = _whole(columns, tile_rows)
+    best = (-(-matrices // slots) * (most // tile_rows + _START_ROWS), most)
+    for waves in range(1, _MOST_WAVES + 1):
+        blocks = waves * slots // matrices
+        if blocks:
+            rows = _whole(-(-columns // blocks), tile_rows)
+            best = min(best, (waves * (rows // tile_rows + _START_ROWS), rows))
+    return best[1]
+
+
 def memory_launches(
-    columns: int, matrices: int, shared: bool, capability: tuple[int, int], multiprocessors: int
+    columns: int,
+    matrices: int,
+    samples: int | None,
+    width: int,
+    shared: bool,
+    capability: tuple[int, int],
+    multiprocessors: int,
 ) -> MemoryLaunches:
-    """The launches for ``matrices`` of ``columns`` rows and columns."""
+    """The launches for ``matrices`` of ``columns`` rows and columns.
+
+    ``samples``: of the batch, or None for one sample. ``width``: of a row of W_f.
+    """
     pitch = _whole(columns, 4)
-    # The update: as many blocks as are resident at once, or more where matrices are many.
+    # The update: blocks that fill the device once, or a few times.
     threads = _SMALL_BLOCK if columns <= _SMALL else UPDATE_BLOCK
     tile = 3 * pitch
     static = _STATIC_BYTES + (_BATCH_BYTES if shared else 0)
@@ -115,9 +179,9 @@ def memory_launches(
     resident = UPDATE_RESIDENT
     if staged:
         resident = max(min(resident, most_shared_bytes(capability) // (4 * area + static + 1024)), 1)
-    rows = -(-matrices * columns // (multiprocessors * resident))
-    rows = max(min(rows, _MOST_ROWS_A_BLOCK), -(-columns // max(_MOST_PARTS // (matrices * pitch), 1)))
-    rows = _whole(min(rows, columns), tile_rows)
+    rows = _rows_a_block(columns, matrices, tile_rows, multiprocessors * resident)
+    least = -(-columns // max(_MOST_PARTS // (matrices * pitch), 1))
+    rows = min(max(rows, _whole(least, tile_rows)), _whole(columns, tile_rows))
     update = RowShape(threads, -(-columns // rows), staged, tile_rows, warps_a_row, rows, pitch, tile, area)
     # The rest: groups that are resident at once.
     threads = _SMALL_BLOCK if columns <= _SMALL else SPECTRUM_BLOCK
@@ -137,4 +201,8 @@ def memory_launches(
         tile,
         area,
     )
-    return MemoryLaunches(update, spectrum, max(min(matrices, multiprocessors // blocks), 1), clustered)
+    tiles = split = 0
+    if samples is not None:
+        tiles = -(-samples // GATE_SAMPLES) * -(-columns // GATE_COLUMNS)
+        split = max(min(multiprocessors // tiles, -(-width // _LEAST_DEPTH)), 1)
+    return MemoryLaunches(update, spectrum, max(min(matrices, multiprocessors // blocks), 1), clustered, tiles, split)

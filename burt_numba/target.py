@@ -22,8 +22,8 @@ DOCUMENTED_CIFG_THREADS = 256
 COUNTER_STRIDE = 16
 """int64 cells between the counters of two groups of blocks: one cache line each."""
 
-GATE_SAMPLES, GATE_COLUMNS, GATE_THREADS = 32, 16, 512
-"""Samples and columns of a block that computes gates, a thread for each pair at the end."""
+GATE_SAMPLES, GATE_COLUMNS, GATE_THREADS = 32, 32, 256
+"""Samples and columns of a block that computes gates, and its threads."""
 
 MAX_CLUSTER_BLOCKS = 8
 """Blocks in a cluster that every device with clusters can place."""

@@ -227,9 +227,7 @@ def assert_cifg(outcome, inputs, bound=0.95, *, shared=None, projection="clip", 
     assert (outcome.counts, outcome.first) == (expected.counts, expected.first)
 
 
-def check_cifg(
-    inputs, bound=0.95, *, shared=None, projection="clip", power_iterations=100, together=False, **options
-):
+def check_cifg(inputs, bound=0.95, *, shared=None, projection="clip", power_iterations=100, together=False, **options):
     """Run an update and hold it to everything it promises. Returns the outcome."""
     outcome = run_cifg(
         inputs, bound, shared=shared, projection=projection, power_iterations=power_iterations, **options

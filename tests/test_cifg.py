@@ -23,7 +23,7 @@ from hypothesis.extra import numpy as hnp
 from support import LIMITS, ON_GPU, cases, normal, relative_error, to_host, to_target
 
 import burt_numba
-from burt_numba import reference
+from burt_numba import cifg, reference
 
 WITHIN = 1e4
 """A bound that no matrix of these tests comes to: there is no projection, so the update itself is seen."""
@@ -82,6 +82,22 @@ def test_many_samples(d, batch, shared):
     inputs = random_inputs(d, 5, (batch,), shared=shared, seed=d)
     for bound in (0.95, WITHIN):
         check_cifg(inputs, bound, shared=shared, together=True)
+
+
+@pytest.mark.parametrize("shared", [None, False, True])
+def test_blocks_add_up_in_sets(shared, monkeypatch):
+    """More blocks than one of them adds up for, and tiles of gates that several blocks share."""
+    monkeypatch.setattr(cifg, "multiprocessors", lambda device: 64)
+    inputs = random_inputs(137, 127, () if shared is None else (1,), shared=bool(shared), hidden=0.05, seed=137)
+    memory = check_cifg(inputs, WITHIN, shared=shared).memory
+    # Below this bound, but not by the sum of squares: what the blocks have added up is needed to tell.
+    bound = 1.3 * float(np.max(sigma_of(memory)))
+    right = np.linalg.svd(memory.reshape(137, 137))[2][0]
+    vector = right if inputs.C.ndim == 2 else right[np.newaxis]
+    outcome = run_cifg(inputs, bound, shared=shared, power_vector=vector)
+    assert outcome.memory.tobytes() == memory.tobytes() and outcome.counts == {}
+    assert outcome.sigma == pytest.approx(bound / 1.3, rel=1e-4)
+    assert abs(outcome.power_vector.ravel() @ right) >= 1 - 1e-3
 
 
 @pytest.mark.parametrize("shared", [None, False, True])

@@ -123,7 +123,7 @@ def test_bytes_of_cifg_update():
     """The documented table: d² 4 + 2 d 4 + n 4 bytes in, none out (in place), d 4 beside them, and our workspace."""
     planned = plan("cifg_update", d_model=100, input_dim=130)
     assert (planned.input_bytes, planned.output_bytes) == (4 * (100 * 100 + 2 * 100 + 30), 0)
-    workspace = memory_launches(100, 1, False, (9, 0), 132).workspace(100, 1, 100)
+    workspace = memory_launches(100, 1, None, 130, False, (9, 0), 132).workspace(100, 1, 100)
     assert planned.temporary_bytes == 4 * 100 + sum(workspace)
 
 
@@ -131,7 +131,7 @@ def test_bytes_of_cifg_update():
 def test_bytes_of_batched_cifg_update(shared, matrices):
     planned = plan("batched_cifg_update", batch_size=3, d_model=100, input_dim=130, shared_memory_mode=shared)
     assert (planned.input_bytes, planned.output_bytes) == (matrices * 4 * 100 * 100, 0)
-    workspace = memory_launches(100, matrices, shared, (9, 0), 132).workspace(100, matrices, 300)
+    workspace = memory_launches(100, matrices, 3, 130, shared, (9, 0), 132).workspace(100, matrices, 300)
     assert planned.temporary_bytes == 4 * 100 + sum(workspace)
 
 

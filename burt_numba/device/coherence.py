@@ -72,3 +72,21 @@ else:
                         pass
                 cuda.threadfence()
             cuda.syncthreads()  # the other blocks have arrived
+
+
+@cuda.jit(device=True)
+def last_arrival(counters, cell, blocks, shared_flag):
+    """True in every thread of the last of ``blocks`` blocks to call this for a counter, which is 0 before and after.
+
+    What the others have written before is visible there. ``shared_flag``: a shared int32 array of one cell.
+    """
+    cuda.syncthreads()  # the block has written what the last one will read
+    if cuda.threadIdx.x == 0:
+        cuda.threadfence()
+        is_last = cuda.atomic.add(counters, cell, np.int64(1)) == blocks - 1
+        if is_last:
+            cuda.atomic.exch(counters, cell, np.int64(0))
+            cuda.threadfence()
+        shared_flag[0] = np.int32(1 if is_last else 0)
+    cuda.syncthreads()  # every thread knows
+    return shared_flag[0] != 0

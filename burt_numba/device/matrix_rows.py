@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.cifg_launches import CELLS, LANE_COLUMNS
-from burt_numba.device.numeric import maximum
-from burt_numba.device.vector import load_vector, store_vector, unpack_vectors
-from burt_numba.device.warp import FULL_MASK, warp_max, warp_sum3
+from burt_numba.cifg_launches import CELLS, LANE_COLUMNS, TILE_ROWS
+from burt_numba.device.numeric import maximum, opaque, whole_quotient
+from burt_numba.device.vector import element_at, load_vector, set_element, store_vector, unpack_vectors
+from burt_numba.device.warp import FULL_MASK, warp_max, warp_sum, warp_sum3
 
 ROW_SCRATCH = 144
 """Cells for sums over the warps of rows: three sums of 16 warps, for one call and for two that take turns."""
@@ -34,24 +34,40 @@ def row_sums(a, b, c, scratch, base, warps_a_row):
     if warps_a_row > 1:
         warp = cuda.threadIdx.x >> 5
         if cuda.laneid == 0:
-            scratch[base + warp] = a
-            scratch[base + 16 + warp] = b
-            scratch[base + 32 + warp] = c
+            set_element(scratch, base + warp, a)
+            set_element(scratch, base + 16 + warp, b)
+            set_element(scratch, base + 32 + warp, c)
         cuda.syncthreads()  # the parts of all warps of a row are in scratch
         a, b, c = _ZERO, _ZERO, _ZERO
-        start = base + warp // warps_a_row * warps_a_row
+        start = base + whole_quotient(np.int32(warp), warps_a_row) * warps_a_row
         for other in range(start, start + warps_a_row):
-            a += scratch[other]
-            b += scratch[other + 16]
-            c += scratch[other + 32]
+            a += element_at(scratch, other)
+            b += element_at(scratch, other + 16)
+            c += element_at(scratch, other + 32)
     return a, b, c
+
+
+@cuda.jit(device=True)
+def row_sum(value, scratch, base, warps_a_row):
+    """One sum over the warps of a row, in all of them. A barrier, where there is more than one warp."""
+    value = warp_sum(value, 32, FULL_MASK)
+    if warps_a_row > 1:
+        warp = cuda.threadIdx.x >> 5
+        if cuda.laneid == 0:
+            set_element(scratch, base + warp, value)
+        cuda.syncthreads()  # the parts of all warps of a row are in scratch
+        value = _ZERO
+        start = base + whole_quotient(np.int32(warp), warps_a_row) * warps_a_row
+        for other in range(start, start + warps_a_row):
+            value += element_at(scratch, other)
+    return value
 
 
 @cuda.jit(device=True)
 def start_sweep(warps_a_row, vector, warp_columns):
     """(row of those at a time, first column of the lane, columns to its next part, whether it leads the row)."""
     warp = np.int32(cuda.threadIdx.x >> 5)
-    own = np.int32(warp // warps_a_row)
+    own = whole_quotient(warp, warps_a_row)
     sub = np.int32(warp - own * warps_a_row)
     start = np.int32(sub * warp_columns + cuda.laneid * vector)
     return own, start, np.int32(warps_a_row * warp_columns), cuda.laneid == 0 and sub == 0
@@ -63,19 +79,19 @@ def block_cells(cells, a, b, c, d, e, f, g, h, leads):
     warp = cuda.threadIdx.x >> 5
     warps = cuda.blockDim.x >> 5
     if cuda.laneid == 0:
-        cells[warp * 8] = a if leads else _ZERO
-        cells[warp * 8 + 1] = b if leads else _ZERO
-        cells[warp * 8 + 2] = c if leads else _ZERO
-        cells[warp * 8 + 3] = d if leads else _ZERO
-        cells[warp * 8 + 4] = e if leads else _ZERO
-        cells[warp * 8 + 5] = f
-        cells[warp * 8 + 6] = g if leads else _ZERO
-        cells[warp * 8 + 7] = h if leads else _ZERO
+        set_element(cells, warp * 8, a if leads else _ZERO)
+        set_element(cells, warp * 8 + 1, b if leads else _ZERO)
+        set_element(cells, warp * 8 + 2, c if leads else _ZERO)
+        set_element(cells, warp * 8 + 3, d if leads else _ZERO)
+        set_element(cells, warp * 8 + 4, e if leads else _ZERO)
+        set_element(cells, warp * 8 + 5, f)
+        set_element(cells, warp * 8 + 6, g if leads else _ZERO)
+        set_element(cells, warp * 8 + 7, h if leads else _ZERO)
     cuda.syncthreads()  # the cells of all warps are in place
     result = _ZERO
     if cuda.threadIdx.x < 8:
         for other in range(warps):
-            value = cells[other * 8 + cuda.threadIdx.x]
+            value = element_at(cells, other * 8 + cuda.threadIdx.x)
             result = result + value if cuda.threadIdx.x < 6 else maximum(result, value)
     return result
 
@@ -108,7 +124,7 @@ def group_column(work, parts, blocks, pitch, first_block, step):
     for block in range(first_block, blocks, step * _TOGETHER):
         for other in range(_TOGETHER):
             if block + other * step < blocks:
-                total += work[parts + np.int64(block + other * step) * pitch]
+                total += element_at(work, parts + np.int64(block + other * step) * pitch)
     return total
 
 
@@ -169,11 +185,14 @@ def matrix_rows(vector: int, staged: bool) -> MatrixRows:
                 if part * stride < columns - start:
                     store(area, tile + own * pitch + start + part * stride, z, part * vector)
             cuda.syncthreads()  # the z of all warps are in the area
-            for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):
+            column = np.int32(cuda.threadIdx.x)
+            while column < columns:
                 total = _ZERO
-                for row in range(tile_rows):
-                    total += area[tile + row * pitch + column]
-                work[own_part + column] = total
+                for row in range(TILE_ROWS):
+                    if row < tile_rows:
+                        total += element_at(area, tile + row * pitch + column)
+                set_element(work, own_part + column, total)
+                column = opaque(np.int32(column + cuda.blockDim.x))
         else:
             cuda.syncthreads()  # z is complete
             for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):

@@ -42,6 +42,17 @@ if SIMULATED:
     def log(x):
         """Natural logarithm to float32 accuracy."""
         return np.float32(np.log(np.float64(x)))
+
+    def opaque(number):
+        """The int32 number, of which the compiler knows nothing: what is made from it stays where it is made.
+
+        For rare paths inside loops, whose addresses would else be kept in registers all along.
+        """
+        return np.int32(number)
+
+    def whole_quotient(a, b):
+        """a // b of int32 numbers that are not negative. (Numba divides in 64 bits, with a subroutine.)"""
+        return np.int32(a // b)
 else:
     import math
 
@@ -49,6 +60,7 @@ else:
     from numba.cuda.extending import intrinsic
 
     from burt_numba.backend import types
+    from burt_numba.device.assembly import assembly
 
     def _nvvm_call(name: str, arity: int):
         """An intrinsic that calls one float32 NVVM intrinsic: one machine instruction, which LLVM may move and fold."""
@@ -86,6 +98,20 @@ else:
 
         return call
 
+    @intrinsic
+    def opaque(typingctx, number):
+        def codegen(context, builder, signature, args):
+            return assembly(builder, ir.IntType(32), args, "mov.b32 $0, $1;", "=r,r")
+
+        return types.int32(types.int32), codegen
+
+    @intrinsic
+    def whole_quotient(typingctx, a, b):
+        def codegen(context, builder, signature, args):
+            return builder.udiv(*args)
+
+        return types.int32(types.int32, types.int32), codegen
+
     exp2 = _nvvm_call("llvm.nvvm.ex2.approx.ftz.f", 1)
     log2 = _nvvm_call("llvm.nvvm.lg2.approx.ftz.f", 1)
     reciprocal = _instruction("rcp.approx.ftz.f32")
@@ -100,6 +126,6 @@ else:
 
 @cuda.jit(device=True)
 def sigmoid_pair(x):
-    """(sigmoid of x, 1 - sigmoid), each to full relative accuracy."""
+    """(sigmoid of x, 1 - sigmoid), each to full relative accuracy; 0 below the smallest normal number."""
     one = np.float32(1.0)
-    return one / (one + exp2(-x * LOG2_E)), one / (one + exp2(x * LOG2_E))
+    return reciprocal(one + exp2(-x * LOG2_E)), reciprocal(one + exp2(x * LOG2_E))

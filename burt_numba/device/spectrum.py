@@ -11,12 +11,46 @@ import math
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.device.numeric import maximum, minimum
+from burt_numba.device.numeric import FLOAT32_MAX, maximum, minimum
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
 _THIRD = np.float32(1.0 / 3.0)
+
+WARM_FACTOR, COLD_FACTOR = np.float32(2.0), np.float32(10.0)
+"""1 over the overlap with the top vector that is assumed of a carried vector; of a pseudo-random one, times sqrt(d)."""
+ROUNDING_UP = np.float32(1.0 + 1e-5)
+"""On a proven bound, for the rounding of what it is made from."""
+_SMALLEST_SQUARES, _LARGEST_SQUARES = np.float32(1e-12), np.float32(1e16)
+
+
+@cuda.jit(device=True)
+def is_in_range(squares):
+    """True for sums of squares whose own squares, as fourth powers of sigma, stay well inside float32."""
+    return _SMALLEST_SQUARES <= squares <= _LARGEST_SQUARES
+
+
+@cuda.jit(device=True)
+def weyl_bound(before, most_kept, writes, hidden_norm):
+    """The bound of sigma that one of the memory ``before`` the update proves; the largest number where it is none."""
+    bound = (most_kept * before + math.sqrt(writes) * hidden_norm) * ROUNDING_UP
+    return bound if before >= _ZERO and bound <= FLOAT32_MAX else FLOAT32_MAX
+
+
+@cuda.jit(device=True)
+def top_pair_of_two(vv, vw, ww):
+    """(largest eigenvalue, its unit eigenvector) of the symmetric matrix [[vv, vw], [vw, ww]]; (1, 0) of v I."""
+    half = np.float32(0.5) * (vv - ww)
+    root = math.sqrt(half * half + vw * vw)
+    x0 = root + abs(half)
+    if not (x0 > _ZERO):
+        return vv, _ONE, _ZERO
+    norm = _ONE / math.sqrt(x0 * x0 + vw * vw)
+    theta = np.float32(0.5) * (vv + ww) + root
+    if half >= _ZERO:
+        return theta, x0 * norm, vw * norm
+    return theta, vw * norm, x0 * norm
 
 
 @cuda.jit(device=True)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
+from burt_numba.cifg_launches import START_CELLS
+from burt_numba.device.block import MAX_WARPS
+from burt_numba.device.numeric import reciprocal, square_root
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.spectrum import pseudo_random
-from burt_numba.device.warp import FULL_MASK, any_lane
+from burt_numba.device.warp import FULL_MASK, any_lane, warp_sum3
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
+WARM, SQUARES_H = range(2)
+"""Cells behind the vectors of a start."""
 _PSEUDO_RANDOM_PART = np.float32(0.01)
 """Of the start vector: what the carried vector misses can grow from it."""
-_block_sum3 = row_reductions(ANY_THREADS).sum3
 
 
 @cuda.jit(device=True)
@@ -60,25 +61,44 @@ def stage_vectors(
             hidden, offset, stride1, np.int64(thread), 1, np.int64(columns), np.int64(threads),
             np.int64(matrix) * columns, errors, 32, FULL_MASK,
         )  # fmt: skip
-    squares_v, squares_h, dot_vh = _block_sum3(squares_v, squares_h, dot_vh, scratch, scratch, 0)
-    squares_g, dot_vg, dot_gh = _block_sum3(squares_g, dot_vg, dot_gh, scratch, scratch, 1)
+    # Six sums for the price of one barrier.
+    squares_v, squares_h, dot_vh = warp_sum3(squares_v, squares_h, dot_vh, 32, FULL_MASK)
+    squares_g, dot_vg, dot_gh = warp_sum3(squares_g, dot_vg, dot_gh, 32, FULL_MASK)
+    if cuda.laneid == 0:
+        warp = thread >> 5
+        scratch[warp] = squares_v
+        scratch[warp + MAX_WARPS] = squares_h
+        scratch[warp + 2 * MAX_WARPS] = dot_vh
+        scratch[warp + 3 * MAX_WARPS] = squares_g
+        scratch[warp + 4 * MAX_WARPS] = dot_vg
+        scratch[warp + 5 * MAX_WARPS] = dot_gh
+    cuda.syncthreads()  # the sums of all warps are in scratch
+    squares_v, squares_h, dot_vh = _ZERO, _ZERO, _ZERO
+    squares_g, dot_vg, dot_gh = _ZERO, _ZERO, _ZERO
+    for warp in range(threads >> 5):
+        squares_v += scratch[warp]
+        squares_h += scratch[warp + MAX_WARPS]
+        dot_vh += scratch[warp + 2 * MAX_WARPS]
+        squares_g += scratch[warp + 3 * MAX_WARPS]
+        dot_vg += scratch[warp + 4 * MAX_WARPS]
+        dot_gh += scratch[warp + 5 * MAX_WARPS]
     warm = np.float32(1e-30) < squares_v < np.float32(1e30)
-    scale = _ONE / math.sqrt(squares_v) if warm else _ZERO
-    random_scale = _PSEUDO_RANDOM_PART / math.sqrt(squares_g) if warm else _ONE
+    scale = reciprocal(square_root(squares_v)) if warm else _ZERO
+    random_scale = _PSEUDO_RANDOM_PART * reciprocal(square_root(squares_g)) if warm else _ONE
     has_hidden = np.float32(1e-30) < squares_h < np.float32(1e30)
-    hidden_scale = _ONE / math.sqrt(squares_h) if has_hidden else _ZERO
+    hidden_scale = reciprocal(square_root(squares_h)) if has_hidden else _ZERO
     length = random_scale * random_scale * squares_g
     along = random_scale * dot_gh
     if warm:
         length += scale * scale * squares_v + _TWO * scale * random_scale * dot_vg
         along += scale * dot_vh
-    length = _ONE / math.sqrt(length)
+    length = reciprocal(square_root(length))
     scale *= length
     random_scale *= length
     along *= length * hidden_scale
     # What is left of h beside v; in one dimension, or along v, nothing.
     rest = _ONE - along * along
-    rest_scale = _ONE / math.sqrt(rest) if has_hidden and rest > np.float32(1e-6) else _ZERO
+    rest_scale = reciprocal(square_root(rest)) if has_hidden and rest > np.float32(1e-6) else _ZERO
     for column in range(thread, columns, threads):
         element = random_scale * pseudo_random(column, seed)
         if warm:
@@ -87,3 +107,17 @@ def stage_vectors(
         area[pitch + column] = (area[2 * pitch + column] * hidden_scale - along * element) * rest_scale
     cuda.syncthreads()  # the vectors are complete
     return warm, squares_h, rest_scale
+
+
+@cuda.jit(device=True)
+def write_start(matrix, columns, power_vector, hidden, hidden_place, shared, starts, scratch, errors):
+    """A block leaves v, w and h of a matrix in the workspace, and whether v was carried, and h²; reports h."""
+    pitch = np.int32((columns + 3) & -4)
+    size = np.int64(3 * pitch + START_CELLS)
+    start = starts[matrix * size : (matrix + 1) * size]
+    warm, squares_h, _rest = stage_vectors(
+        matrix, columns, pitch, start, power_vector, hidden, hidden_place, shared, 1, not shared, scratch, errors
+    )
+    if cuda.threadIdx.x == 0:
+        start[3 * pitch + WARM] = _ONE if warm else _ZERO
+        start[3 * pitch + SQUARES_H] = squares_h

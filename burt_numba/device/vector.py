@@ -19,6 +19,13 @@ if SIMULATED:
 
     from burt_numba.simulator import read_elements, write_elements
 
+    def element_at(array, index):
+        """An element at an index that is not negative, which Numba would look into."""
+        return array[index]
+
+    def set_element(array, index, value):
+        array[index] = value
+
     @cache
     def load_vector(count: int):
         def load(source, index, words, first):
@@ -86,6 +93,24 @@ else:
     def _vector_words(element_type, count):
         """The 32-bit words that hold a vector; one where it is shorter than a word."""
         return max(count * _BYTES[element_type] // 4, 1)
+
+    @intrinsic
+    def element_at(typingctx, array, index):
+        """An element at an index that is not negative, which Numba would look into."""
+
+        def codegen(context, builder, signature, args):
+            return builder.load(_element_pointer(context, builder, array, *args))
+
+        return array.dtype(array, types.int64), codegen
+
+    @intrinsic
+    def set_element(typingctx, array, index, value):
+        def codegen(context, builder, signature, args):
+            array_value, index_value, number = args
+            builder.store(number, _element_pointer(context, builder, array, array_value, index_value))
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64, array.dtype), codegen
 
     @cache
     def load_vector(count: int):

@@ -8,43 +8,42 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.device.block import SCRATCH_SIZE
-from burt_numba.device.events import INF_INPUT, NAN_INPUT, record_event
-from burt_numba.device.numeric import sigmoid_pair
+from burt_numba.device.coherence import last_arrival
+from burt_numba.device.gates import with_bias
+from burt_numba.device.numeric import sigmoid_pair, whole_quotient
 from burt_numba.device.row_reductions import row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
-from burt_numba.device.vector import load_vector, unpack_vectors
-from burt_numba.device.warp import FULL_MASK, any_lane, warp_sum
+from burt_numba.device.start_vectors import write_start
+from burt_numba.device.vector import element_at, load_vector, set_element, store_vector, unpack_vectors
+from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp, warp_sum
 from burt_numba.target import GATE_COLUMNS, GATE_SAMPLES, GATE_THREADS
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _WARPS = GATE_THREADS // 32
 _LOADS = 4
-"""Vectors of W_f in flight for a lane."""
-_EACH = 4
-"""Samples and columns of a lane: 16 products for 8 loads."""
+"""Vectors of W_f in flight for a lane, with one sample."""
+_TALL, _WIDE = 8, 4
+"""Samples and columns of a lane: 32 products for 12 values read."""
+_DEPTH = 16
+"""Products along [h; x] that a warp stages at a time. (Cells count these first: 16, then 32 rows.)"""
+_PITCH = GATE_SAMPLES + 4
+"""Of a staged row: vectors of 4 stay aligned, and fewer lanes meet in a bank than with 32."""
+_TILE = _DEPTH * _PITCH
+_LANE_CELLS = _DEPTH * GATE_SAMPLES // 32
+_PART = GATE_SAMPLES * GATE_COLUMNS
+_TILES = _WARPS * 2 * _TILE
+_PRODUCTS = _TALL * _WIDE
 _block_max = row_reductions(GATE_THREADS).maximum
-
-
-@cuda.jit(device=True)
-def _with_bias(total, bias, place, column, reports, flat, errors):
-    """A product with its bias; what is not finite is reported and counts as 0."""
-    own = bias[place]
-    if not_finite(own):
-        if reports:
-            record_event(errors, NAN_INPUT if own != own else INF_INPUT, 1, column)
-        own = _ZERO
-    total += own
-    if total != total:
-        # Products beyond float32 of both signs.
-        record_event(errors, INF_INPUT, 1, flat)
-        total = _ZERO
-    return total
+load_four, unpack_four, store_four = load_vector(4), unpack_vectors(4, 1), store_vector(4)
 
 
 @cache
 def gate_kernel(vector: int):
-    """The kernel for the gate of one sample: a warp a row of W_f, loads of ``vector`` elements."""
+    """The kernel for the gate of one sample: a warp a row of W_f, loads of ``vector`` elements.
+
+    Its first block makes the vectors that the search for sigma starts from.
+    """
     load = load_vector(vector)
     unpack = unpack_vectors(vector, _LOADS)
     unpack_one = unpack_vectors(vector, 1)
@@ -102,14 +101,21 @@ def gate_kernel(vector: int):
         width,
         activations,
         forget_gate_out,
+        power_vector,
+        starts,
         errors,
     ):
+        scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+        if cuda.blockIdx.x == 0:
+            hidden_place = (hidden_origin, np.int64(0), hidden_stride)
+            write_start(0, columns, power_vector, hidden, hidden_place, False, starts, scratch, errors)
+            return
         words = cuda.local.array(cells, np.uint32)
         values = cuda.local.array(cells, np.float32)
         few_words = cuda.local.array(vector, np.uint32)
         few = cuda.local.array(vector, np.float32)
         buffers = (words, values, few_words, few)
-        row = np.int64(cuda.blockIdx.x) * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5)
+        row = np.int64(cuda.blockIdx.x - 1) * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5)
         rest = width - columns
         if row < columns:
             offset = weights_origin + row * weights_stride0
@@ -133,7 +139,7 @@ def gate_kernel(vector: int):
                     )  # fmt: skip
             total = warp_sum(total, 32, FULL_MASK)
             if cuda.laneid == 0:
-                total = _with_bias(total, bias, bias_origin + row * bias_stride, row, True, row, errors)
+                total = with_bias(total, bias[bias_origin + row * bias_stride], row, True, row, True, errors)
                 activations[row] = total
                 if forget_gate_out.size > 0:
                     forget_gate_out[row] = sigmoid_pair(total)[0]
@@ -142,19 +148,66 @@ def gate_kernel(vector: int):
 
 
 @cache
-def gates_kernel(vector: int, reports_hidden: bool):
-    """The kernel for loads of ``vector`` elements; ``reports_hidden``: what is not finite in H is reported here.
+def gates_kernel(vector: int, is_shared: bool):
+    """The kernel for loads of ``vector`` elements; ``is_shared``: the samples have one memory.
 
-    Block (x, y) has samples 32 x .. 32 x + 31 and columns 16 y .. 16 y + 15 of the gates:
+    The first blocks, one for each memory, make the vectors that the search for sigma starts from. Of the others, block
+    (x, y, part) has samples 32 x .. 32 x + 31 and columns 32 y .. 32 y + 31 of the gates, and every ``split``-th
+    stretch of 16 along [h; x] from its warps on:
 
-        lane l of each warp: samples 4 (l / 4) .. + 3, columns 4 (l % 4) .. + 3
-        warp w: the vectors w, w + 16, ... along [h; x]; the warps' parts are added in their order
+        lane l of each warp: samples 8 (l / 8) .. + 7, columns 4 (l % 8) .. + 3
+
+    A warp stages its stretches in shared memory, transposed, the next one on its way while it multiplies. The parts of
+    a block's warps, then those of the ``split`` blocks of a tile, are added in their order; the last block to finish
+    does that. What is not finite shows in the totals, which are then made again with care.
     """
-    sample_cells = _EACH * vector
-    sum_cells = _EACH * _EACH
-    part_cells = _WARPS * GATE_SAMPLES * GATE_COLUMNS
     load = load_vector(vector)
-    unpack = unpack_vectors(vector, 1)
+    unpack = unpack_vectors(vector, _LANE_CELLS // vector)
+    parts = _LANE_CELLS // vector
+    rows_a_part = 32 * vector // _DEPTH
+
+    @cuda.jit(device=True)
+    def load_stretch(first, first_place, first_columns, second, second_place, width, row, rows, start, words):
+        """A lane's cells of 16 columns of 32 rows: of ``first`` up to its columns, then of ``second``; 0 elsewhere."""
+        origin, stride0, stride1 = first_place
+        second_origin, second_stride0, second_stride1 = second_place
+        place = np.int32(start + (cuda.laneid * vector & 15))
+        for part in range(parts):
+            own_row = np.int32(row + part * rows_a_part)
+            if own_row < rows and place < width:
+                if place < first_columns:
+                    step = place if vector > 1 else place * stride1
+                    load(first, origin + own_row * stride0 + step, words, part * vector)
+                else:
+                    step = place - first_columns if vector > 1 else (place - first_columns) * second_stride1
+                    load(second, second_origin + own_row * second_stride0 + step, words, part * vector)
+            else:
+                for element in range(vector):
+                    words[part * vector + element] = np.uint32(0)
+
+    @cuda.jit(device=True)
+    def stage(values, tiles, cell):
+        """A lane's cells to the tile of its warp, transposed."""
+        for part in range(parts):
+            for element in range(vector):
+                set_element(tiles, cell + element * _PITCH + part * rows_a_part, values[part * vector + element])
+
+    @cuda.jit(device=True)
+    def careful_total(
+        hidden, hidden_place, inputs, inputs_place, weights, weights_place, sample, column, columns, width
+    ):
+        """A gate's product, element by element, what is not finite counted as 0."""
+        total = _ZERO
+        hidden_start = hidden_place[0] + sample * hidden_place[1]
+        inputs_start = inputs_place[0] + sample * inputs_place[1]
+        weights_start = weights_place[0] + column * weights_place[1]
+        for place in range(width):
+            if place < columns:
+                element = hidden[hidden_start + place * hidden_place[2]]
+            else:
+                element = inputs[inputs_start + (place - columns) * inputs_place[2]]
+            total += finite_or_zero(weights[weights_start + place * weights_place[2]]) * finite_or_zero(element)
+        return total
 
     @cuda.jit
     def cifg_gates_kernel(
@@ -176,79 +229,136 @@ def gates_kernel(vector: int, reports_hidden: bool):
         samples,
         columns,
         width,
+        split,
         activations,
         forget_gate_out,
+        power_vector,
+        starts,
+        tile_parts,
+        counters,
         errors,
     ):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
-        parts = cuda.shared.array(part_cells, np.float32)
-        words = cuda.local.array(vector, np.uint32)
-        sample_values = cuda.local.array(sample_cells, np.float32)
-        weight_values = cuda.local.array(sample_cells, np.float32)
-        values = cuda.local.array(vector, np.float32)
-        sums = cuda.local.array(sum_cells, np.float32)
+        tiles = cuda.shared.array(_TILES, np.float32, 16)
+        shared_flag = cuda.shared.array(1, np.int32)
+        sample_words = cuda.local.array(_LANE_CELLS, np.uint32)
+        weight_words = cuda.local.array(_LANE_CELLS, np.uint32)
+        values = cuda.local.array(_LANE_CELLS, np.float32)
+        few_words = cuda.local.array(4, np.uint32)
+        tall = cuda.local.array(_TALL, np.float32)
+        wide = cuda.local.array(_WIDE, np.float32)
+        few = cuda.local.array(4, np.float32)
+        sums = cuda.local.array(_PRODUCTS, np.float32)
+        hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
+        inputs_place = (inputs_origin, inputs_stride0, inputs_stride1)
+        weights_place = (weights_origin, weights_stride0, weights_stride1)
+        matrices = np.int32(1 if is_shared else samples)
+        block = np.int32(cuda.blockIdx.x - matrices)
+        if block < 0:
+            write_start(
+                np.int32(cuda.blockIdx.x), columns, power_vector, hidden, hidden_place, is_shared, starts, scratch,
+                errors,
+            )  # fmt: skip
+            return
         thread = np.int32(cuda.threadIdx.x)
-        warp = thread >> 5
-        first_sample = np.int32(cuda.blockIdx.x * GATE_SAMPLES)
-        first_column = np.int32(cuda.blockIdx.y * GATE_COLUMNS)
-        own_sample = first_sample + (cuda.laneid >> 2) * _EACH
-        own_column = first_column + (cuda.laneid & 3) * _EACH
-        for cell in range(_EACH * _EACH):
-            sums[cell] = _ZERO
-        bad = _ZERO
-        for place in range(warp * vector, width, _WARPS * vector):
-            for sample in range(_EACH):
-                row = np.int64(min(own_sample + sample, samples - 1))
-                if place < columns:
-                    step = place if vector > 1 else place * hidden_stride1
-                    load(hidden, hidden_origin + row * hidden_stride0 + step, words, 0)
-                else:
-                    step = place - columns if vector > 1 else (place - columns) * inputs_stride1
-                    load(inputs, inputs_origin + row * inputs_stride0 + step, words, 0)
-                unpack(hidden, words, values)
-                for element in range(vector):
-                    value = values[element]
-                    bad = _ONE if not_finite(value) else bad
-                    sample_values[sample * vector + element] = finite_or_zero(value)
-            for column in range(_EACH):
-                row = np.int64(min(own_column + column, columns - 1))
-                step = place if vector > 1 else place * weights_stride1
-                load(weights, weights_origin + row * weights_stride0 + step, words, 0)
-                unpack(weights, words, values)
-                for element in range(vector):
-                    weight = values[element]
-                    bad = _ONE if not_finite(weight) else bad
-                    weight_values[column * vector + element] = finite_or_zero(weight)
-            for cell in range(sum_cells):
-                for element in range(vector):
-                    weight = weight_values[cell % _EACH * vector + element]
-                    sums[cell] += weight * sample_values[cell // _EACH * vector + element]
-        for sample in range(_EACH):
-            for column in range(_EACH):
-                cell = ((cuda.laneid >> 2) * _EACH + sample) * GATE_COLUMNS + (cuda.laneid & 3) * _EACH + column
-                parts[warp * GATE_SAMPLES * GATE_COLUMNS + cell] = sums[sample * _EACH + column]
-        bad = _block_max(bad, scratch, scratch, 0)
+        warp = np.int32(thread >> 5)
+        tile = whole_quotient(block, split)
+        part = np.int32(block - tile * split)
+        tiles_down = np.int32((columns + GATE_COLUMNS - 1) >> 5)
+        tile_x = whole_quotient(tile, tiles_down)
+        first_sample = np.int32(tile_x * GATE_SAMPLES)
+        first_column = np.int32((tile - tile_x * tiles_down) * GATE_COLUMNS)
+        own_sample = np.int32((cuda.laneid >> 3) * _TALL)
+        own_column = np.int32((cuda.laneid & 7) * _WIDE)
+        sample_tile = np.int32(warp * 2 * _TILE)
+        weight_tile = np.int32(sample_tile + _TILE)
+        own_row = np.int32(cuda.laneid * vector >> 4)
+        cell = np.int32((cuda.laneid * vector & 15) * _PITCH + own_row)
+        sample_row = np.int32(first_sample + own_row)
+        weight_row = np.int32(first_column + own_row)
+        step = np.int32(split * _WARPS * _DEPTH)
+        works = first_sample + own_sample < samples and first_column + own_column < columns
+        for product in range(_PRODUCTS):
+            sums[product] = _ZERO
+        start = np.int32((part * _WARPS + warp) * _DEPTH)
+        load_stretch(
+            hidden, hidden_place, columns, inputs, inputs_place, width, sample_row, samples, start, sample_words
+        )
+        load_stretch(
+            weights, weights_place, width, weights, weights_place, width, weight_row, columns, start, weight_words
+        )
+        while start < width:
+            sync_warp()  # the stretch before has been used
+            unpack(hidden, sample_words, values)
+            stage(values, tiles, sample_tile + cell)
+            unpack(weights, weight_words, values)
+            stage(values, tiles, weight_tile + cell)
+            left = np.int32(width - start)
+            start = np.int32(start + step)
+            load_stretch(
+                hidden, hidden_place, columns, inputs, inputs_place, width, sample_row, samples, start, sample_words
+            )
+            load_stretch(
+                weights, weights_place, width, weights, weights_place, width, weight_row, columns, start, weight_words
+            )
+            sync_warp()  # the stretch is staged
+            if works:
+                for depth in range(_DEPTH):
+                    if depth < left:
+                        for half in range(_TALL // 4):
+                            load_four(tiles, sample_tile + own_sample + depth * _PITCH + half * 4, few_words, 0)
+                            unpack_four(tiles, few_words, few)
+                            for element in range(4):
+                                tall[half * 4 + element] = few[element]
+                        load_four(tiles, weight_tile + own_column + depth * _PITCH, few_words, 0)
+                        unpack_four(tiles, few_words, wide)
+                        for product in range(_PRODUCTS):
+                            sums[product] += tall[product // _WIDE] * wide[product % _WIDE]
+        cuda.syncthreads()  # all tiles have been used: the warps' parts take their place
+        for sample in range(_TALL):
+            place = warp * _PART + (own_sample + sample) * GATE_COLUMNS + own_column
+            store_four(tiles, place, sums, sample * _WIDE)
         cuda.syncthreads()  # the parts of all warps are in place
-        sample = first_sample + thread // GATE_COLUMNS
-        column = first_column + thread % GATE_COLUMNS
-        if sample < samples and column < columns:
+        for place in range(thread, _PART, GATE_THREADS):
             total = _ZERO
             for other in range(_WARPS):
-                total += parts[other * GATE_SAMPLES * GATE_COLUMNS + thread]
-            flat = np.int64(sample) * columns + column
-            place = bias_origin + np.int64(column) * bias_stride
-            total = _with_bias(total, bias, place, column, sample == 0, flat, errors)
-            activations[flat] = total
-            if forget_gate_out.size > 0:
-                forget_gate_out[flat] = sigmoid_pair(total)[0]
-        if bad > _ZERO:
+                total += element_at(tiles, other * _PART + place)
+            set_element(tiles, place, total)
+            if split > 1:
+                set_element(tile_parts, np.int64(block) * _PART + place, total)
+        if split > 1 and not last_arrival(counters, np.int64(tile), split, shared_flag):
+            return
+        bad = _ZERO
+        for place in range(thread, _PART, GATE_THREADS):
+            sample = np.int64(first_sample + (place >> 5))
+            column = np.int64(first_column + (place & 31))
+            total = element_at(tiles, place)
+            if split > 1:
+                total = _ZERO
+                for other in range(split):
+                    total += element_at(tile_parts, (np.int64(tile) * split + other) * _PART + place)
+            if sample < samples and column < columns:
+                if not_finite(total):
+                    bad = _ONE
+                    total = careful_total(
+                        hidden, hidden_place, inputs, inputs_place, weights, weights_place, sample, column, columns,
+                        width,
+                    )  # fmt: skip
+                flat = sample * columns + column
+                own = bias[bias_origin + column * bias_stride]
+                total = with_bias(total, own, column, sample == 0, flat, True, errors)
+                activations[flat] = total
+                if forget_gate_out.size > 0:
+                    forget_gate_out[flat] = sigmoid_pair(total)[0]
+        if _block_max(bad, scratch, scratch, 0) > _ZERO:
             # Each array is reported by the first blocks that read it.
-            if first_sample == 0 and first_column + warp < columns:
-                row = np.int64(first_column + warp)
-                report_not_finite(
-                    weights, weights_origin + row * weights_stride0, weights_stride1, np.int64(cuda.laneid), 1,
-                    np.int64(width), np.int64(32), row * width, errors, 32, FULL_MASK,
-                )  # fmt: skip
+            if first_sample == 0:
+                for column in range(first_column + warp, min(first_column + GATE_COLUMNS, columns), _WARPS):
+                    row = np.int64(column)
+                    report_not_finite(
+                        weights, weights_origin + row * weights_stride0, weights_stride1, np.int64(cuda.laneid), 1,
+                        np.int64(width), np.int64(32), row * width, errors, 32, FULL_MASK,
+                    )  # fmt: skip
             if first_column == 0:
                 for sample in range(first_sample + warp, min(first_sample + GATE_SAMPLES, samples), _WARPS):
                     row = np.int64(sample)
@@ -257,7 +367,7 @@ def gates_kernel(vector: int, reports_hidden: bool):
                         inputs, inputs_origin + row * inputs_stride0, inputs_stride1, np.int64(cuda.laneid), 1, rest,
                         np.int64(32), row * rest, errors, 32, FULL_MASK,
                     )  # fmt: skip
-                    if reports_hidden:
+                    if is_shared:
                         report_not_finite(
                             hidden, hidden_origin + row * hidden_stride0, hidden_stride1, np.int64(cuda.laneid), 1,
                             np.int64(columns), np.int64(32), row * columns, errors, 32, FULL_MASK,

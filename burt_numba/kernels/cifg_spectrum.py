@@ -13,11 +13,12 @@ from functools import cache
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.cifg_launches import CELLS, ROW_PRODUCTS, VECTORS
+from burt_numba.cifg_launches import CELLS, ROW_PRODUCTS, TOTALS, VECTORS
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.cluster import cluster_barrier
 from burt_numba.device.coherence import group_barrier
 from burt_numba.device.events import SPECTRAL_OVERFLOW, record_event
+from burt_numba.device.first_step import LOST, MOST_KEPT, PART_V, PART_W, SETTLED, SQUARES, WRITES
 from burt_numba.device.matrix_rows import (
     BLOCK_CELLS,
     ROW_SCRATCH,
@@ -27,14 +28,23 @@ from burt_numba.device.matrix_rows import (
     group_sums,
     lane_columns,
     matrix_rows,
-    row_sums,
+    row_sum,
     start_sweep,
 )
-from burt_numba.device.numeric import FLOAT32_MAX, maximum, minimum, sigmoid_pair
+from burt_numba.device.numeric import FLOAT32_MAX, maximum, minimum, opaque, sigmoid_pair, whole_quotient
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import finite_or_zero
-from burt_numba.device.spectrum import pseudo_random, top_pair
+from burt_numba.device.spectrum import (
+    COLD_FACTOR,
+    ROUNDING_UP,
+    WARM_FACTOR,
+    is_in_range,
+    pseudo_random,
+    top_pair,
+    weyl_bound,
+)
 from burt_numba.device.start_vectors import stage_vectors
+from burt_numba.device.vector import element_at
 from burt_numba.device.warp import FULL_MASK, warp_sum
 
 _V, _RESIDUAL, _P, _AV, _AP, _FIRST_V = range(VECTORS)
@@ -42,17 +52,11 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
 
-_SMALLEST_SQUARES, _LARGEST_SQUARES = np.float32(1e-12), np.float32(1e16)
-"""Sums of squares in between: fourth powers of sigma, which occur, stay well inside float32."""
 _MOST_REDUNDANT = 16_384
 """Cells of z, over the blocks of a group, that each block adds up for itself."""
 _COLD_PART = np.float32(0.5)
-_WARM_FACTOR = np.float32(2.0)
-_COLD_FACTOR = np.float32(10.0)
 _KNOWN, _CONVERGED = np.float32(1e-3), np.float32(1e-6)
 """Residuals, relative to sigma², at which sigma is known well enough, and at which the vectors are."""
-_SMALL_TURN = np.float32(0.3)
-"""Part of w in the best combination of v and w up to which the residual of v says enough."""
 _POOR = np.float32(2e-2)
 """A residual beyond which v is too poor to cut along, and the memory is scaled by what sigma may be."""
 _NOISE = np.float32(1e-5)
@@ -63,9 +67,6 @@ _CHECK_STEPS = 30
 """Steps of a check of the result, at least."""
 _TOLERANCE = np.float32(1e-3)
 """Over the bound, relative: what is promised of sigma after the projection."""
-_ROUNDING_UP = np.float32(1.0 + 1e-5)
-"""On a proven bound, for the rounding of what it is made from."""
-
 _block = row_reductions(ANY_THREADS)
 _block_sum3, _block_max = _block.sum3, _block.maximum
 
@@ -182,7 +183,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                 next_offset = matrix_offset + np.int64(next_row) * columns
                 next_end = columns if next_row < end_row else np.int32(0)
                 load(output, next_offset + start, 1, np.int32(next_end - start), words)
-            y, _unused, _unused2 = row_sums(y, _ZERO, _ZERO, scratch, 48 + 48 * parity, warps_a_row)
+            y = row_sum(y, scratch, 48 + 48 * parity, warps_a_row)
             parity ^= 1
             if staged:
                 for element in range(lanes_columns):
@@ -234,7 +235,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                             area_vector(area, column, few_words, few)
                             for element in range(vector):
                                 product += values[part * vector + element] * few[element]
-                product, _unused, _unused2 = row_sums(product, _ZERO, _ZERO, scratch, 48 + 48 * parity, warps_a_row)
+                product = row_sum(product, scratch, 48 + 48 * parity, warps_a_row)
                 product *= cut
                 parity ^= 1
             for first in range(start, columns if not staged else start + 1, span):
@@ -262,7 +263,6 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         block_rows,
         tile_rows,
         warps_a_row,
-        update_blocks,
         group_floats,
         area_floats,
         hidden,
@@ -274,8 +274,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         power_vector,
         sigma_bound,
         sigma_out,
-        update_z,
-        update_sums,
+        totals,
         work,
         flags,
         counters,
@@ -285,6 +284,16 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         only_checks,
         errors,
     ):
+        group = whole_quotient(np.int32(cuda.blockIdx.x), blocks)
+        groups = whole_quotient(np.int32(cuda.gridDim.x), blocks)
+        # As a rule all is settled, and this is all there is to do.
+        first_open = group
+        while only_checks == 0 and first_open < matrices:
+            if not element_at(totals, np.int64(first_open) * TOTALS + SETTLED) > _ZERO:
+                break
+            first_open = opaque(np.int32(first_open + groups))
+        if first_open >= matrices:
+            return
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         row_scratch = cuda.shared.array(ROW_SCRATCH, np.float32)
         cells = cuda.shared.array(BLOCK_CELLS, np.float32)
@@ -296,13 +305,11 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         buffers = (words, values, few_words, few, z)
         thread = np.int32(cuda.threadIdx.x)
         threads = np.int32(cuda.blockDim.x)
-        group = np.int32(cuda.blockIdx.x // blocks)
         rank = np.int32(cuda.blockIdx.x - group * blocks)
-        groups = np.int32(cuda.gridDim.x // blocks)
         group_work = group * group_floats
         half = np.int64(blocks) * pitch
         # Where a group is small each of its blocks adds up all of z for itself, and no second barrier is needed.
-        redundant = max(blocks, update_blocks) * columns <= _MOST_REDUNDANT
+        redundant = blocks * columns <= _MOST_REDUNDANT
         vectors = group_work + 2 * half + (rank * VECTORS * np.int64(pitch) if redundant else 0)
         row_products = group_work + 2 * half + blocks * VECTORS * np.int64(pitch)
         sums = row_products + ROW_PRODUCTS * np.int64(columns)
@@ -312,10 +319,11 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
             area = work[area_start : area_start + area_floats]
         first_row = np.int32(min(rank * block_rows, columns))
         end_row = np.int32(min(first_row + block_rows, columns))
-        slice_size = (columns + blocks - 1) // blocks
+        slice_size = whole_quotient(np.int32(columns + blocks - 1), blocks)
         slice_start = min(rank * slice_size, columns)
         slice_end = min(slice_start + slice_size, columns)
         z_start, z_end = (np.int32(0), columns) if redundant else (slice_start, slice_end)
+        z_shift = np.int32(0 if redundant else 5)
         z_lanes = 1 if redundant else 32
         z_lane = cuda.laneid & (z_lanes - 1)
         hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
@@ -323,10 +331,13 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         leads = start_sweep(warps_a_row, vector, warp_columns)[3]
         phase = 0
         parity = 0
-        for matrix in range(group, matrices, groups):
+        for matrix in range(first_open, matrices, groups):
             matrix_offset = np.int64(matrix) * columns * columns
             shape = (np.int64(matrix), columns, pitch, first_row, end_row, tile_rows, warps_a_row)
             place = (matrix_offset, row_products, tile, group_work)
+            totals_place = np.int64(matrix) * TOTALS
+            if only_checks == 0 and element_at(totals, totals_place + SETTLED) > _ZERO:
+                continue
             cuda.syncthreads()  # the matrix before no longer needs the area
             # A check starts elsewhere than what it checks.
             warm, squares_h, rest_scale = stage_vectors(
@@ -337,14 +348,8 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
             matrix_flags = flags[np.int64(matrix) * 2 * columns : (np.int64(matrix) + 1) * 2 * columns]
 
             # --- what the update has left
-            vv, vw, ww = _ZERO, _ZERO, _ZERO
-            squares, writes, lost, most_kept = _ZERO, _ZERO, _ZERO, _ZERO
-            if only_checks == 0:
-                update_cells = np.int64(matrix) * update_blocks * CELLS
-                vv, vw, ww = group_sums(update_sums, update_cells, update_blocks, 0)
-                squares, writes, lost = group_sums(update_sums, update_cells, update_blocks, 3)
-                most_kept = group_maximum(update_sums, update_cells, update_blocks, 6)
-            z_parts = np.int64(matrix) * update_blocks * pitch
+            squares, writes = totals[totals_place + SQUARES], totals[totals_place + WRITES]
+            lost, most_kept = totals[totals_place + LOST], totals[totals_place + MOST_KEPT]
             stepped = only_checks == 0
             if lost > _ZERO or not stepped:
                 # The products are of no use; sums of squares are made anew.
@@ -366,9 +371,9 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
 
             # --- is it within the bound for certain?
             unit = _ONE
-            upper = math.sqrt(squares) * _ROUNDING_UP
-            if not (_SMALLEST_SQUARES <= squares <= _LARGEST_SQUARES):
-                # Fourth powers, which occur, would leave float32: the iteration works on multiples of the rows.
+            upper = math.sqrt(squares) * ROUNDING_UP
+            if not is_in_range(squares):
+                # Fourth powers of sigma would leave float32: the iteration works on multiples of the rows.
                 largest = _block_max(largest_rows(output, shape, place), scratch, scratch, phase)
                 phase ^= 1
                 if thread == 0:
@@ -377,14 +382,12 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                 largest = group_maximum(work, sums + parity * blocks * CELLS, blocks, 0)
                 parity ^= 1
                 unit = _ONE / maximum(largest, np.float32(1e-37))
-                upper = largest * np.float32(columns) * _ROUNDING_UP
+                upper = largest * np.float32(columns) * ROUNDING_UP
             bound = spectral_bound * unit
             if certifies:
                 before = sigma_bound[matrix]
                 hidden_norm = _ONE if shared_samples > 0 else math.sqrt(squares_h)
-                weyl = (most_kept * before + math.sqrt(writes) * hidden_norm) * _ROUNDING_UP
-                if before >= _ZERO and weyl <= FLOAT32_MAX:
-                    upper = minimum(upper, weyl)
+                upper = minimum(upper, weyl_bound(before, most_kept, writes, hidden_norm))
                 if upper > spectral_bound:
                     row_largest = norm_rows(output, shape, place, area)
                     row_largest = _block_max(row_largest, scratch, scratch, phase)
@@ -409,45 +412,15 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                     barrier(counters, group, blocks)
                     column_largest = group_maximum(work, sums + parity * blocks * CELLS, blocks, 0)
                     parity ^= 1
-                    upper = minimum(upper, math.sqrt(column_largest) * math.sqrt(row_largest) * _ROUNDING_UP)
+                    upper = minimum(upper, math.sqrt(column_largest) * math.sqrt(row_largest) * ROUNDING_UP)
             settled = upper <= spectral_bound
             estimate = upper
-            factor = _WARM_FACTOR if warm else _COLD_FACTOR * math.sqrt(np.float32(columns))
+            factor = WARM_FACTOR if warm else COLD_FACTOR * math.sqrt(np.float32(columns))
             a, b = _ONE, _ZERO
-            stepped = stepped and not settled and not certifies and unit == _ONE
+            # The first step has been made already, and says where to begin.
+            stepped = stepped and not certifies and unit == _ONE
             if stepped:
-                # --- one power step with v, beside w
-                theta, a, b, _unused = top_pair(vv, vw, ww, _ZERO, _ZERO, _ZERO)
-                rr, length = _ZERO, _ZERO
-                for column in range(z_start + thread // z_lanes, z_end, threads // z_lanes):
-                    av = group_column(update_z, z_parts + column, update_blocks, pitch, z_lane, z_lanes)
-                    if not redundant:
-                        av = warp_sum(av, 32, FULL_MASK)
-                    if z_lane == 0:
-                        difference = av - vv * area[column]
-                        rr += difference * difference
-                        step_v = a * av + b * theta * area[pitch + column]
-                        length += step_v * step_v
-                        work[vectors + _AV * pitch + column] = step_v
-                rr, length, _unused = _block_sum3(rr, length, _ZERO, scratch, scratch, phase)
-                phase ^= 1
-                if not redundant:
-                    if thread == 0:
-                        cell = sums + (parity * blocks + rank) * CELLS
-                        work[cell] = rr
-                        work[cell + 1] = length
-                        work[cell + 2] = _ZERO
-                    barrier(counters, group, blocks)
-                    rr, length, _unused = group_sums(work, sums + parity * blocks * CELLS, blocks, 0)
-                    parity ^= 1
-                # Of the residual of v, the part along w is no news.
-                rest = math.sqrt(maximum(rr - vw * vw, _ZERO))
-                settled = abs(b) <= _SMALL_TURN and theta + factor * rest <= bound * bound
-                estimate = math.sqrt(maximum(theta, vv + rr / vv if vv > _ZERO else _ZERO))
-                if settled and power_vector.size > 0 and only_checks == 0:
-                    scale = _ONE / math.sqrt(length) if length > _ZERO else _ZERO
-                    for column in range(slice_start + thread, slice_end, threads):
-                        power_vector[np.int64(matrix) * columns + column] = work[vectors + _AV * pitch + column] * scale
+                a, b = totals[totals_place + PART_V], totals[totals_place + PART_W]
             if not settled:
                 # --- the largest singular value, and the second where the first alone may not be cut
                 cuda.syncthreads()  # the vectors of the area have been used
@@ -498,7 +471,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                         qa * qa * vv + qb * qb * ww + qc * qc * pp + _TWO * (qa * qb * vw + qa * qc * vp + qb * qc * wp)
                     )
                     rr, rv, rp, r1, squares_v = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
-                    for column in range(z_start + thread // z_lanes, z_end, threads // z_lanes):
+                    for column in range(z_start + (thread >> z_shift), z_end, threads >> z_shift):
                         at = vectors + column
                         aw = group_column(work, z_parts + column, blocks, pitch, z_lane, z_lanes)
                         if not redundant:
@@ -583,7 +556,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                         cuda.syncthreads()  # w is complete
                     elif not stops:
                         step += 1
-                        factor = maximum(_WARM_FACTOR, factor * np.float32(0.125))
+                        factor = maximum(WARM_FACTOR, factor * np.float32(0.125))
                         scale = _ONE / math.sqrt(length)
                         for column in range(thread, columns, threads):
                             at = vectors + column
@@ -601,7 +574,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                         settled = within
                         # Weyl: the update leaves at most one singular value above the bound if there was none before.
                         over = not within and theta > bound * bound
-                        alone = unit == _ONE and squares * _ROUNDING_UP - theta <= bound * bound
+                        alone = unit == _ONE and squares * ROUNDING_UP - theta <= bound * bound
                         if certifies:
                             alone = alone or (before >= _ZERO and most_kept * before <= spectral_bound)
                         elif warm and shared_samples == 0:
@@ -612,7 +585,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                             stage = 1
                             step = 0
                             residual_before = FLOAT32_MAX
-                            factor = _COLD_FACTOR * math.sqrt(np.float32(columns))
+                            factor = COLD_FACTOR * math.sqrt(np.float32(columns))
                             dot, length, _unused = _ZERO, _ZERO, _ZERO
                             for column in range(thread, columns, threads):
                                 v = work[vectors + _V * pitch + column]

@@ -1,4 +1,4 @@
-"""The kernel that updates the rows of matrix memories, with the first products of the new rows.
+"""The kernel that updates the rows of matrix memories, with the first products of the new rows and what they settle.
 
     C' = f C + (1 - f) h hᵀ  (f a number a row),    y_v = C' v,  y_w = C' w,  z = C'ᵀ y_v
 
@@ -7,11 +7,14 @@
     rows 4 .. 7   block 3m + 1          warp 1 | columns 512 .. 1023          (the tile)
     rows 8 .. 9   block 3m + 2
 
-C is read and written once. The kernel of kernels/cifg_spectrum.py takes it from here. docs/cifg.md has the derivation.
+C is read and written once. The last block of a matrix to finish adds up what all of them have left, and looks whether
+the memory is within its bound; where that is not settled, the kernel of kernels/cifg_spectrum.py takes it from here.
+docs/cifg.md has the derivation.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import numpy as np
@@ -19,29 +22,37 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.cifg_launches import (
     CELLS,
+    PARTS_SHIFT,
+    PARTS_TOGETHER,
     SHARED_SAMPLES,
+    START_CELLS,
     TILE_ROWS,
 )
 from burt_numba.device.block import SCRATCH_SIZE
+from burt_numba.device.coherence import last_arrival
 from burt_numba.device.events import INF_INPUT, record_event, rolled
+from burt_numba.device.first_step import settle_matrix
 from burt_numba.device.matrix_rows import (
     BLOCK_CELLS,
     ROW_SCRATCH,
     block_cells,
+    group_column,
     lane_columns,
     matrix_rows,
+    row_sum,
     row_sums,
     start_sweep,
 )
-from burt_numba.device.numeric import maximum, sigmoid_pair
+from burt_numba.device.numeric import maximum, opaque, sigmoid_pair, whole_quotient
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
-from burt_numba.device.start_vectors import stage_vectors
-from burt_numba.device.vector import load_vector, unpack_vectors
+from burt_numba.device.start_vectors import SQUARES_H, WARM
+from burt_numba.device.vector import element_at, load_vector, set_element, store_vector, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, any_lane
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-load_four, unpack_tile = load_vector(4), unpack_vectors(4, TILE_ROWS // 4)
+load_four, unpack_tile, store_four = load_vector(4), unpack_vectors(4, TILE_ROWS // 4), store_vector(4)
+unpack_four = unpack_vectors(4, 1)
 
 
 @cache
@@ -111,6 +122,7 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
     @cuda.jit(device=True)
     def report_row(source, offset, row, columns, first, flags, errors):
         """A warp reports what is not finite in its part of an old row, marks row and columns, and says if there was."""
+        row, first, columns = opaque(row), opaque(first), opaque(columns)
         last = np.int32(min(first - cuda.laneid * vector + warp_columns, columns))
         bad = False
         for column in range(first, last, stride):
@@ -129,14 +141,15 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
 
     @cuda.jit(device=True)
     def update_part(
-        source, output, row_place, columns, pitch, first, written, gate, area, flags, words, values, few_words, few,
-        errors,
+        source, output, row_place, columns, pitch, first, written, gate, area, flags, values, few_words, few, errors,
     ):  # fmt: skip
-        """Update a lane's part of a row, from column ``first`` on: (y_v, y_w, C'², written², something was lost)."""
+        """Update a lane's part of a row, in ``values``, from column ``first`` on.
+
+        Returns (y_v, y_w, C'², written², something was lost).
+        """
         row, offset, left = row_place
         forget, write = gate
         y_v, y_w, squares, writes, lost = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
-        unpack(source, words, values)
         for part in range(parts):
             if part * stride < left:
                 area_vector(area, written + first + part * stride, few_words, few)
@@ -150,6 +163,7 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                     values[part * vector + element] = term
                     squares += term * term
         if any_lane(not_finite(squares), FULL_MASK):
+            row, first = opaque(row), opaque(first)
             # Something not finite in the old row or in the new one, or squares beyond float32.
             if report_row(source, offset, row, columns if left > 0 else np.int32(0), first, flags, errors):
                 lost = _ONE
@@ -182,12 +196,12 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
     @cuda.jit(device=True)
     def update_rows(
         source, output, shape, place, area, hidden, hidden_place, samples, activations, work, flags, scratch, batch,
-        buffers, errors,
+        buffers, activation, errors,
     ):  # fmt: skip
         """Update the rows of a block, with the products of the new rows; z goes to the workspace.
 
-        Returns, in the leaders of rows, sums of y_v y_v, y_v y_w, y_w y_w, C'², ((1 - f) h)², rows with something not
-        finite, and the maximum of f.
+        The first row has been loaded, and its gate before the sigmoid, ``activation``. Returns, in the leaders of rows,
+        sums of y_v y_v, y_v y_w, y_w y_w, C'², ((1 - f) h)², rows with something not finite, and the maximum of f.
         """
         matrix, columns, pitch, first_row, end_row, tile_rows, warps_a_row = shape
         matrix_offset, tile, own_part = place
@@ -205,9 +219,9 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         row = np.int32(first_row + own)
         offset = matrix_offset + np.int64(row) * columns
         left = np.int32((columns if row < end_row else 0) - start)
-        if staged:
-            load(source, offset + start, 1, left, words)
         for tile_row in range(first_row, end_row, tile_rows):
+            works = row < end_row
+            following = np.int32(row + tile_rows)
             forget, write = _ZERO, _ZERO
             written = 2 * pitch
             if is_shared:
@@ -216,45 +230,45 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                 )
                 forget = batch[own]
                 written = tile + own * pitch
-            elif row < end_row:
-                forget, write = sigmoid_pair(activations[np.int64(matrix) * columns + row])
-                write *= area[2 * pitch + row]
+            elif works:
+                forget, write = sigmoid_pair(activation)
+                write *= element_at(area, 2 * pitch + row)
             y_v, y_w, row_squares, row_writes = _ZERO, _ZERO, _ZERO, _ZERO
+            row_offset = offset
+            next_offset = offset + np.int64(tile_rows) * columns
+            next_left = np.int32((columns if following < end_row else 0) - start)
+            if staged:
+                unpack(source, words, values)
+                # The next row is on its way while this one is worked on.
+                load(source, next_offset + start, 1, next_left, words)
+            if following < end_row and not is_shared:
+                activation = element_at(activations, np.int64(matrix) * columns + following)
             if staged:
                 y_v, y_w, row_squares, row_writes, row_lost = update_part(
                     source, output, (row, offset, left), columns, pitch, start, written, (forget, write), area, flags,
-                    words, values, few_words, few, errors,
+                    values, few_words, few, errors,
                 )  # fmt: skip
                 lost = maximum(lost, row_lost)
             else:
                 lane_start = np.int32(cuda.laneid * vector)
                 for base in range(start - lane_start, columns, span):
                     first = np.int32(base + lane_start)
-                    left = np.int32(columns - first)
-                    load(source, offset + first, 1, left, words)
+                    part_left = np.int32((columns if works else 0) - first)
+                    load(source, offset + first, 1, part_left, words)
+                    unpack(source, words, values)
                     part_v, part_w, part_squares, part_writes, row_lost = update_part(
-                        source, output, (row, offset, left), columns, pitch, first, written, (forget, write), area,
-                        flags, words, values, few_words, few, errors,
+                        source, output, (row, offset, part_left), columns, pitch, first, written, (forget, write),
+                        area, flags, values, few_words, few, errors,
                     )  # fmt: skip
                     y_v += part_v
                     y_w += part_w
                     row_squares += part_squares
                     row_writes += part_writes
                     lost = maximum(lost, row_lost)
-            row_offset = offset
-            works = row < end_row
-            row = np.int32(row + tile_rows)
-            offset += np.int64(tile_rows) * columns
-            if staged:
-                # The next row is on its way while the products of this one are added up.
-                left = np.int32((columns if row < end_row else 0) - start)
-                load(source, offset + start, 1, left, words)
             y_v, y_w, row_squares = row_sums(y_v, y_w, row_squares, scratch, 48 + 48 * parity, warps_a_row)
             parity ^= 1
             if is_shared:
-                row_writes, _unused, _unused2 = row_sums(
-                    row_writes, _ZERO, _ZERO, scratch, 48 + 48 * parity, warps_a_row
-                )
+                row_writes = row_sum(row_writes, scratch, 48 + 48 * parity, warps_a_row)
                 parity ^= 1
             else:
                 row_writes = write * write
@@ -270,8 +284,31 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                 vv += y_v * y_v
                 vw += y_v * y_w
                 ww += y_w * y_w
+            row, offset, left = following, next_offset, next_left
         flush(area, tile, pitch, columns, tile_rows, start, own, z, work, own_part)
         return vv, vw, ww, squares, writes, lost, most_kept
+
+    @cuda.jit(device=True)
+    def together(z_parts, sums, first, step, blocks, columns, pitch, area, tile, cells):
+        """The parts of ``blocks`` blocks, added up in their order, take the place of those of the first.
+
+        They lie ``step`` blocks apart. The sums are in the area and in the cells as well.
+        """
+        thread = np.int32(cuda.threadIdx.x)
+        if thread < CELLS:
+            total = _ZERO
+            for block in range(blocks):
+                value = element_at(sums, (np.int64(first) + block * step) * CELLS + thread)
+                total = total + value if thread < 6 else maximum(total, value)
+            set_element(sums, np.int64(first) * CELLS + thread, total)
+            cells[thread] = total
+        column = thread
+        while column < columns:
+            at = np.int64(first) * pitch + column
+            total = group_column(z_parts, at, blocks, np.int64(step) * pitch, 0, 1)
+            set_element(z_parts, at, total)
+            set_element(area, tile + column, total)
+            column = opaque(np.int32(column + cuda.blockDim.x))
 
     @cuda.jit
     def cifg_update_rows_kernel(
@@ -291,46 +328,93 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         hidden_stride1,
         samples,
         activations,
+        starts,
         power_vector,
+        sigma_bound,
+        sigma_out,
         z_parts,
         sums,
+        totals,
         areas,
         flags,
+        counters,
+        spectral_bound,
         errors,
     ):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         row_scratch = cuda.shared.array(ROW_SCRATCH, np.float32)
         cells = cuda.shared.array(BLOCK_CELLS, np.float32)
-        batch = cuda.shared.array(batch_cells, np.float32)
+        batch = cuda.shared.array(batch_cells, np.float32, 16)
+        shared_flag = cuda.shared.array(1, np.int32)
         words = cuda.local.array(lanes_columns, np.uint32)
         values = cuda.local.array(lanes_columns, np.float32)
         few_words = cuda.local.array(vector, np.uint32)
         few = cuda.local.array(vector, np.float32)
         z = cuda.local.array(lanes_columns, np.float32)
+        few_start = cuda.local.array(4, np.uint32)
+        start_values = cuda.local.array(4, np.float32)
         area = cuda.shared.array(0, np.float32, 16)
         if not staged:
             area_start = np.int64(cuda.blockIdx.x) * area_floats
             area = areas[area_start : area_start + area_floats]
         thread = np.int32(cuda.threadIdx.x)
-        matrix = np.int32(cuda.blockIdx.x // blocks)
+        matrix = whole_quotient(np.int32(cuda.blockIdx.x), blocks)
         rank = np.int32(cuda.blockIdx.x - matrix * blocks)
         first_row = np.int32(min(rank * block_rows, columns))
         end_row = np.int32(min(first_row + block_rows, columns))
         hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
-        stage_vectors(
-            matrix, columns, pitch, area, power_vector, hidden, hidden_place, is_shared, 1,
-            not is_shared and rank == 0, scratch, errors,
-        )  # fmt: skip
+        matrix_offset = np.int64(matrix) * columns * columns
+        own, start, _span, leads = start_sweep(warps_a_row, vector, warp_columns)
+        # The first row is on its way while the vectors are copied.
+        row = np.int32(first_row + own)
+        activation = _ZERO
+        if staged:
+            left = np.int32((columns if row < end_row else 0) - start)
+            load(memory, matrix_offset + np.int64(row) * columns + start, 1, left, words)
+        if row < end_row and not is_shared:
+            activation = element_at(activations, np.int64(matrix) * columns + row)
+        start_floats = np.int32(3 * pitch)
+        start_place = np.int64(matrix) * (start_floats + START_CELLS)
+        place = np.int32(4 * thread)
+        while place < start_floats:
+            load_four(starts, start_place + place, few_start, 0)
+            unpack_four(starts, few_start, start_values)
+            store_four(area, place, start_values, 0)
+            place = np.int32(place + 4 * cuda.blockDim.x)
+        warm = element_at(starts, start_place + start_floats + WARM) > _ZERO
+        squares_h = element_at(starts, start_place + start_floats + SQUARES_H)
+        cuda.syncthreads()  # the vectors are in the area
         shape = (matrix, columns, pitch, first_row, end_row, tile_rows, warps_a_row)
-        place = (np.int64(matrix) * columns * columns, tile, np.int64(cuda.blockIdx.x) * pitch)
+        place = (matrix_offset, tile, np.int64(cuda.blockIdx.x) * pitch)
         matrix_flags = flags[np.int64(matrix) * 2 * columns : (np.int64(matrix) + 1) * 2 * columns]
         vv, vw, ww, squares, writes, lost, most_kept = update_rows(
             memory, output, shape, place, area, hidden, hidden_place, samples, activations, z_parts, matrix_flags,
-            row_scratch, batch, (words, values, few_words, few, z), errors,
+            row_scratch, batch, (words, values, few_words, few, z), activation, errors,
         )  # fmt: skip
-        leads = start_sweep(warps_a_row, vector, warp_columns)[3]
         cell = block_cells(cells, vv, vw, ww, squares, writes, lost, most_kept, _ZERO, leads)
         if thread < CELLS:
-            sums[np.int64(cuda.blockIdx.x) * CELLS + thread] = cell
+            set_element(sums, np.int64(cuda.blockIdx.x) * CELLS + thread, cell)
+        # The last block to finish adds up for its set, and the last of those for theirs, until one has the matrix.
+        first_block = np.int32(matrix * blocks)
+        counter = np.int32(matrix * 2 * ((blocks + PARTS_TOGETHER - 1) >> PARTS_SHIFT))
+        own_part, count, step = rank, blocks, np.int32(1)
+        goes_on = True
+        while goes_on:
+            own_set = np.int32(own_part >> PARTS_SHIFT)
+            members = np.int32(min(PARTS_TOGETHER, count - (own_set << PARTS_SHIFT)))
+            if not last_arrival(counters, np.int64(counter + own_set), members, shared_flag):
+                return
+            first = np.int32(first_block + (own_set << PARTS_SHIFT) * step)
+            together(z_parts, sums, first, step, members, columns, pitch, area, tile, cells)
+            goes_on = count > PARTS_TOGETHER
+            own_part = own_set
+            count = np.int32((count + PARTS_TOGETHER - 1) >> PARTS_SHIFT)
+            counter = np.int32(counter + count)
+            step = np.int32(step << PARTS_SHIFT)
+        cuda.syncthreads()  # the sums of the matrix are in the cells
+        settle_matrix(
+            matrix, columns, pitch, tile, area, cells, power_vector, sigma_bound, sigma_out, totals, spectral_bound,
+            warm, _ONE if is_shared else math.sqrt(squares_h), scratch,
+        )  # fmt: skip
 
     return cifg_update_rows_kernel
