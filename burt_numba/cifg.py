@@ -23,7 +23,7 @@ from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
 from burt_numba.host.operation import Answer, Operation, Request
 from burt_numba.host.plans import LaunchPlan, Plan, dimension, refuse_unknown, whole_warps
 from burt_numba.softmax_launches import StridedRows
-from burt_numba.target import GATE_THREADS
+from burt_numba.target import GATE_COLUMNS, GATE_THREADS
 
 _NAMES = ("C", "h", "x", "W_f", "b_f", "power_vector", "sigma_bound", "sigma_out", "forget_gate_out", "out")
 _BATCHED_NAMES = ("C", "H", "X", "W_f", "b_f", *_NAMES[5:])
@@ -290,6 +290,15 @@ def _gates_kernel(vector: int, shared: bool) -> KernelSpec:
     return KernelSpec("cifg_gates", build, (vector, int(shared)), (GATE_THREADS, 1))
 
 
+def _writes_kernel(vector: int) -> KernelSpec:
+    def build(*constants: int) -> Any:
+        from burt_numba.kernels.cifg_writes import writes_kernel
+
+        return writes_kernel(*constants)
+
+    return KernelSpec("cifg_writes", build, (vector,), (GATE_THREADS, 1))
+
+
 def _rows(name: str, label: str, operand: int, array: Description) -> StridedRows:
     return StridedRows.of(name, label, operand, array, array.shape)
 
@@ -336,7 +345,7 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
     floats = plan.floats(matrices, samples * columns)
     for part, size in enumerate(floats):
         places.append(Array(_WORK, "f4", (size,), offset=4 * sum(floats[:part])))
-    work, update_z, update_sums, activations, areas, totals, starts, tile_parts = places
+    work, update_z, update_sums, activations, areas, totals, starts, tile_parts, writes, mean_gates = places
     flags = Array(_FLAGS, "i4", (matrices * 2 * columns,))
     counts = plan.counters(matrices)
     group_counters, update_counters, tile_counters = (
@@ -370,6 +379,20 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
     hidden_place = _place(hidden)
     if shared is None:
         hidden_place = (hidden_place[0], Number(0, "i8"), hidden_place[1])
+    if shared:
+        vector = 4 if request.aligned and columns % 4 == 0 and _can_load_vectors(hidden) else 1
+        tiles = -(-columns // GATE_COLUMNS)
+        launches.append(
+            Launch(
+                _writes_kernel(vector),
+                (tiles, tiles),
+                GATE_THREADS,
+                (
+                    *(hidden.argument, *hidden_place, Number(samples, "i4"), Number(columns, "i4")),
+                    *(activations, writes, mean_gates),
+                ),
+            )
+        )
     vector = 4 if request.aligned and columns % 4 == 0 and update.staged else 1
     size = matrices * columns * columns
     launches.append(
@@ -393,10 +416,8 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
                     )
                 ),
                 Number(update.area, "i8"),
-                hidden.argument,
-                *hidden_place,
-                Number(samples, "i4"),
-                activations,
+                writes,
+                mean_gates if shared else activations,
                 starts,
                 power_argument,
                 _optional(_SIGMA_BOUND, sigma_bound, matrices),
@@ -533,7 +554,9 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     types = (array, *place, array, *place, array, *row_place, array, *place, "i4", "i4", *(array,) * 4, "i8:1C")
     for vector in (4, 1):
         yield _gate_kernel(vector), types
-    types = (array, array, *("i4",) * 7, "i8", array, *row_place, "i4", *(array,) * 9, "i4:1C", "i8:1C", "f4", "i8:1C")
+    for vector in (4, 1):
+        yield _writes_kernel(vector), (array, *row_place, "i4", "i4", array, array, array)
+    types = (array, array, *("i4",) * 7, "i8", *(array,) * 10, "i4:1C", "i8:1C", "f4", "i8:1C")
     for shared in (False, True):
         for vector, staged in ((4, True), (1, True), (1, False)):
             yield _update_kernel(shared, vector, staged), types
@@ -613,6 +636,9 @@ def _plan(name: str, capability: tuple[int, int], dims: dict[str, Any]) -> Plan:
         else:
             gate_grid = (matrices + choice.tiles * choice.split,)
             launches.append(LaunchPlan("cifg_gates_kernel", gate_grid, GATE_THREADS, 0))
+        if shared:
+            tiles = -(-columns // GATE_COLUMNS)
+            launches.append(LaunchPlan("cifg_writes_kernel", (tiles, tiles), GATE_THREADS, 0))
         grid = (matrices * update.blocks,)
         launches.append(LaunchPlan("cifg_update_rows_kernel", grid, update.threads, update.shared_bytes))
         grid = (choice.groups * spectrum.blocks,)

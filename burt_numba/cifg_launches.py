@@ -17,7 +17,8 @@ LANE_COLUMNS = 16
 """Columns of a row that a lane keeps in registers."""
 TILE_ROWS = 8
 """Rows that a block updates together, at most: one for each of its warps."""
-CELLS = 8
+CELLS_SHIFT = 3
+CELLS = 1 << CELLS_SHIFT
 """Sums and maxima that a block leaves for its matrix."""
 TOTALS = 16
 """Floats of what the last block of an update leaves for its matrix, of which some are used."""
@@ -30,9 +31,6 @@ VECTORS = 6
 """Vectors over the columns that a group keeps: v, residual, p, A v, A p, and the first v."""
 ROW_PRODUCTS = 4
 """Products that a group keeps for each row: C'v, C'w, C'p, and C' times the first v."""
-SHARED_SAMPLES = 32
-"""Samples of a shared memory whose weights a block holds at a time."""
-
 UPDATE_BLOCK, SPECTRUM_BLOCK = 256, 256
 UPDATE_RESIDENT = 2
 """Blocks of updates that a multiprocessor holds: 128 registers a thread."""
@@ -45,7 +43,6 @@ _LEAST_DEPTH = 128
 _MOST_PARTS = 1 << 24
 """Floats of z that updates leave, where more rows a block can avoid more."""
 _STATIC_BYTES = 4 * (192 + 144 + 128 + 4)
-_BATCH_BYTES = 4 * 2 * SHARED_SAMPLES * TILE_ROWS
 
 
 class RowShape(NamedTuple):
@@ -84,6 +81,8 @@ class MemoryLaunches(NamedTuple):
     """Of the gates of a batch; 0 for one sample."""
     split: int
     """Blocks that share a tile."""
+    columns: int
+    shared: bool
 
     @property
     def group_floats(self) -> int:
@@ -96,7 +95,8 @@ class MemoryLaunches(NamedTuple):
     def floats(self, matrices: int, activations: int) -> tuple[int, ...]:
         """Floats of the parts of the workspace.
 
-        Groups, z and sums of the update, activations, areas of the update, totals, starts, parts of tiles of gates.
+        Groups, z and sums of the update, activations, areas of the update, totals, starts, parts of tiles of gates,
+        mean writes and mean gates of a shared memory.
         """
         blocks = matrices * self.update.blocks
         areas = 0 if self.update.staged else blocks * self.update.area
@@ -109,6 +109,8 @@ class MemoryLaunches(NamedTuple):
             matrices * TOTALS,
             matrices * (3 * self.update.pitch + START_CELLS),
             self.tiles * self.split * GATE_SAMPLES * GATE_COLUMNS if self.split > 1 else 0,
+            self.columns * self.columns if self.shared else 0,
+            self.columns if self.shared else 0,
         )
         return tuple(_whole(part, 4) for part in parts)
 
@@ -174,11 +176,10 @@ def memory_launches(
     # The update: blocks that fill the device once, or a few times.
     threads = _SMALL_BLOCK if columns <= _SMALL else UPDATE_BLOCK
     tile = 3 * pitch
-    static = _STATIC_BYTES + (_BATCH_BYTES if shared else 0)
-    staged, tile_rows, warps_a_row, area = _row_shape(columns, threads, tile, 1, static, capability)
+    staged, tile_rows, warps_a_row, area = _row_shape(columns, threads, tile, 1, _STATIC_BYTES, capability)
     resident = UPDATE_RESIDENT
     if staged:
-        resident = max(min(resident, most_shared_bytes(capability) // (4 * area + static + 1024)), 1)
+        resident = max(min(resident, most_shared_bytes(capability) // (4 * area + _STATIC_BYTES + 1024)), 1)
     rows = _rows_a_block(columns, matrices, tile_rows, multiprocessors * resident)
     least = -(-columns // max(_MOST_PARTS // (matrices * pitch), 1))
     rows = min(max(rows, _whole(least, tile_rows)), _whole(columns, tile_rows))
@@ -205,4 +206,6 @@ def memory_launches(
     if samples is not None:
         tiles = -(-samples // GATE_SAMPLES) * -(-columns // GATE_COLUMNS)
         split = max(min(multiprocessors // tiles, -(-width // _LEAST_DEPTH)), 1)
-    return MemoryLaunches(update, spectrum, max(min(matrices, multiprocessors // blocks), 1), clustered, tiles, split)
+    return MemoryLaunches(
+        update, spectrum, max(min(matrices, multiprocessors // blocks), 1), clustered, tiles, split, columns, shared
+    )

@@ -26,6 +26,9 @@ if SIMULATED:
     def set_element(array, index, value):
         array[index] = value
 
+    def prefetch_line(array, index):
+        """There is no cache."""
+
     @cache
     def load_vector(count: int):
         def load(source, index, words, first):
@@ -65,6 +68,7 @@ else:
     from numba.cuda.extending import intrinsic
 
     from burt_numba.backend import types
+    from burt_numba.device.assembly import assembly, element_address
 
     _WORD = ir.IntType(32)
     _INDEX = ir.IntType(64)
@@ -111,6 +115,17 @@ else:
             return context.get_dummy_value()
 
         return types.void(array, types.int64, array.dtype), codegen
+
+    @intrinsic
+    def prefetch_line(typingctx, array, index):
+        """Bring the cache line of an element of global memory nearer, to the cache that all multiprocessors share."""
+
+        def codegen(context, builder, signature, args):
+            address = element_address(context, builder, array, *args)
+            assembly(builder, ir.VoidType(), [address], "prefetch.global.L2 [$0];", "l")
+            return context.get_dummy_value()
+
+        return types.void(array, types.int64), codegen
 
     @cache
     def load_vector(count: int):

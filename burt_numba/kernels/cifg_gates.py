@@ -14,28 +14,29 @@ from burt_numba.device.numeric import sigmoid_pair, whole_quotient
 from burt_numba.device.row_reductions import row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.start_vectors import write_start
-from burt_numba.device.vector import element_at, load_vector, set_element, store_vector, unpack_vectors
+from burt_numba.device.tiles import (
+    DEPTH,
+    LANE_CELLS,
+    PART,
+    PITCH,
+    PRODUCTS,
+    TALL,
+    TILE,
+    TILES,
+    WARPS,
+    WIDE,
+    leave_products,
+    multiply_tiles,
+)
+from burt_numba.device.vector import element_at, load_vector, set_element, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp, warp_sum
 from burt_numba.target import GATE_COLUMNS, GATE_SAMPLES, GATE_THREADS
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-_WARPS = GATE_THREADS // 32
 _LOADS = 4
 """Vectors of W_f in flight for a lane, with one sample."""
-_TALL, _WIDE = 8, 4
-"""Samples and columns of a lane: 32 products for 12 values read."""
-_DEPTH = 16
-"""Products along [h; x] that a warp stages at a time. (Cells count these first: 16, then 32 rows.)"""
-_PITCH = GATE_SAMPLES + 4
-"""Of a staged row: vectors of 4 stay aligned, and fewer lanes meet in a bank than with 32."""
-_TILE = _DEPTH * _PITCH
-_LANE_CELLS = _DEPTH * GATE_SAMPLES // 32
-_PART = GATE_SAMPLES * GATE_COLUMNS
-_TILES = _WARPS * 2 * _TILE
-_PRODUCTS = _TALL * _WIDE
 _block_max = row_reductions(GATE_THREADS).maximum
-load_four, unpack_four, store_four = load_vector(4), unpack_vectors(4, 1), store_vector(4)
 
 
 @cache
@@ -151,7 +152,7 @@ def gate_kernel(vector: int):
 def gates_kernel(vector: int, is_shared: bool):
     """The kernel for loads of ``vector`` elements; ``is_shared``: the samples have one memory.
 
-    The first blocks, one for each memory, make the vectors that the search for sigma starts from. Of the others, block
+    The last blocks, one for each memory, make the vectors that the search for sigma starts from. Of the others, block
     (x, y, part) has samples 32 x .. 32 x + 31 and columns 32 y .. 32 y + 31 of the gates, and every ``split``-th
     stretch of 16 along [h; x] from its warps on:
 
@@ -162,9 +163,9 @@ def gates_kernel(vector: int, is_shared: bool):
     does that. What is not finite shows in the totals, which are then made again with care.
     """
     load = load_vector(vector)
-    unpack = unpack_vectors(vector, _LANE_CELLS // vector)
-    parts = _LANE_CELLS // vector
-    rows_a_part = 32 * vector // _DEPTH
+    unpack = unpack_vectors(vector, LANE_CELLS // vector)
+    parts = LANE_CELLS // vector
+    rows_a_part = 32 * vector // DEPTH
 
     @cuda.jit(device=True)
     def load_stretch(first, first_place, first_columns, second, second_place, width, row, rows, start, words):
@@ -190,7 +191,7 @@ def gates_kernel(vector: int, is_shared: bool):
         """A lane's cells to the tile of its warp, transposed."""
         for part in range(parts):
             for element in range(vector):
-                set_element(tiles, cell + element * _PITCH + part * rows_a_part, values[part * vector + element])
+                set_element(tiles, cell + element * PITCH + part * rows_a_part, values[part * vector + element])
 
     @cuda.jit(device=True)
     def careful_total(
@@ -239,26 +240,26 @@ def gates_kernel(vector: int, is_shared: bool):
         errors,
     ):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
-        tiles = cuda.shared.array(_TILES, np.float32, 16)
+        tiles = cuda.shared.array(TILES, np.float32, 16)
         shared_flag = cuda.shared.array(1, np.int32)
-        sample_words = cuda.local.array(_LANE_CELLS, np.uint32)
-        weight_words = cuda.local.array(_LANE_CELLS, np.uint32)
-        values = cuda.local.array(_LANE_CELLS, np.float32)
+        sample_words = cuda.local.array(LANE_CELLS, np.uint32)
+        weight_words = cuda.local.array(LANE_CELLS, np.uint32)
+        values = cuda.local.array(LANE_CELLS, np.float32)
         few_words = cuda.local.array(4, np.uint32)
-        tall = cuda.local.array(_TALL, np.float32)
-        wide = cuda.local.array(_WIDE, np.float32)
+        tall = cuda.local.array(TALL, np.float32)
+        wide = cuda.local.array(WIDE, np.float32)
         few = cuda.local.array(4, np.float32)
-        sums = cuda.local.array(_PRODUCTS, np.float32)
+        sums = cuda.local.array(PRODUCTS, np.float32)
+        product_buffers = (few_words, few, tall, wide, sums)
         hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
         inputs_place = (inputs_origin, inputs_stride0, inputs_stride1)
         weights_place = (weights_origin, weights_stride0, weights_stride1)
         matrices = np.int32(1 if is_shared else samples)
-        block = np.int32(cuda.blockIdx.x - matrices)
-        if block < 0:
-            write_start(
-                np.int32(cuda.blockIdx.x), columns, power_vector, hidden, hidden_place, is_shared, starts, scratch,
-                errors,
-            )  # fmt: skip
+        block = np.int32(cuda.blockIdx.x)
+        tile_blocks = np.int32(cuda.gridDim.x - matrices)
+        if block >= tile_blocks:
+            matrix = np.int32(block - tile_blocks)
+            write_start(matrix, columns, power_vector, hidden, hidden_place, is_shared, starts, scratch, errors)
             return
         thread = np.int32(cuda.threadIdx.x)
         warp = np.int32(thread >> 5)
@@ -268,19 +269,19 @@ def gates_kernel(vector: int, is_shared: bool):
         tile_x = whole_quotient(tile, tiles_down)
         first_sample = np.int32(tile_x * GATE_SAMPLES)
         first_column = np.int32((tile - tile_x * tiles_down) * GATE_COLUMNS)
-        own_sample = np.int32((cuda.laneid >> 3) * _TALL)
-        own_column = np.int32((cuda.laneid & 7) * _WIDE)
-        sample_tile = np.int32(warp * 2 * _TILE)
-        weight_tile = np.int32(sample_tile + _TILE)
+        own_sample = np.int32((cuda.laneid >> 3) * TALL)
+        own_column = np.int32((cuda.laneid & 7) * WIDE)
+        sample_tile = np.int32(warp * 2 * TILE)
+        weight_tile = np.int32(sample_tile + TILE)
         own_row = np.int32(cuda.laneid * vector >> 4)
-        cell = np.int32((cuda.laneid * vector & 15) * _PITCH + own_row)
+        cell = np.int32((cuda.laneid * vector & 15) * PITCH + own_row)
         sample_row = np.int32(first_sample + own_row)
         weight_row = np.int32(first_column + own_row)
-        step = np.int32(split * _WARPS * _DEPTH)
+        step = np.int32(split * WARPS * DEPTH)
         works = first_sample + own_sample < samples and first_column + own_column < columns
-        for product in range(_PRODUCTS):
+        for product in range(PRODUCTS):
             sums[product] = _ZERO
-        start = np.int32((part * _WARPS + warp) * _DEPTH)
+        start = np.int32((part * WARPS + warp) * DEPTH)
         load_stretch(
             hidden, hidden_place, columns, inputs, inputs_place, width, sample_row, samples, start, sample_words
         )
@@ -303,40 +304,26 @@ def gates_kernel(vector: int, is_shared: bool):
             )
             sync_warp()  # the stretch is staged
             if works:
-                for depth in range(_DEPTH):
-                    if depth < left:
-                        for half in range(_TALL // 4):
-                            load_four(tiles, sample_tile + own_sample + depth * _PITCH + half * 4, few_words, 0)
-                            unpack_four(tiles, few_words, few)
-                            for element in range(4):
-                                tall[half * 4 + element] = few[element]
-                        load_four(tiles, weight_tile + own_column + depth * _PITCH, few_words, 0)
-                        unpack_four(tiles, few_words, wide)
-                        for product in range(_PRODUCTS):
-                            sums[product] += tall[product // _WIDE] * wide[product % _WIDE]
-        cuda.syncthreads()  # all tiles have been used: the warps' parts take their place
-        for sample in range(_TALL):
-            place = warp * _PART + (own_sample + sample) * GATE_COLUMNS + own_column
-            store_four(tiles, place, sums, sample * _WIDE)
-        cuda.syncthreads()  # the parts of all warps are in place
-        for place in range(thread, _PART, GATE_THREADS):
+                multiply_tiles(tiles, sample_tile + own_sample, weight_tile + own_column, left, product_buffers)
+        leave_products(tiles, warp, own_sample, own_column, sums)
+        for place in range(thread, PART, GATE_THREADS):
             total = _ZERO
-            for other in range(_WARPS):
-                total += element_at(tiles, other * _PART + place)
+            for other in range(WARPS):
+                total += element_at(tiles, other * PART + place)
             set_element(tiles, place, total)
             if split > 1:
-                set_element(tile_parts, np.int64(block) * _PART + place, total)
+                set_element(tile_parts, np.int64(block) * PART + place, total)
         if split > 1 and not last_arrival(counters, np.int64(tile), split, shared_flag):
             return
         bad = _ZERO
-        for place in range(thread, _PART, GATE_THREADS):
+        for place in range(thread, PART, GATE_THREADS):
             sample = np.int64(first_sample + (place >> 5))
             column = np.int64(first_column + (place & 31))
             total = element_at(tiles, place)
             if split > 1:
                 total = _ZERO
                 for other in range(split):
-                    total += element_at(tile_parts, (np.int64(tile) * split + other) * _PART + place)
+                    total += element_at(tile_parts, (np.int64(tile) * split + other) * PART + place)
             if sample < samples and column < columns:
                 if not_finite(total):
                     bad = _ONE
@@ -353,14 +340,14 @@ def gates_kernel(vector: int, is_shared: bool):
         if _block_max(bad, scratch, scratch, 0) > _ZERO:
             # Each array is reported by the first blocks that read it.
             if first_sample == 0:
-                for column in range(first_column + warp, min(first_column + GATE_COLUMNS, columns), _WARPS):
+                for column in range(first_column + warp, min(first_column + GATE_COLUMNS, columns), WARPS):
                     row = np.int64(column)
                     report_not_finite(
                         weights, weights_origin + row * weights_stride0, weights_stride1, np.int64(cuda.laneid), 1,
                         np.int64(width), np.int64(32), row * width, errors, 32, FULL_MASK,
                     )  # fmt: skip
             if first_column == 0:
-                for sample in range(first_sample + warp, min(first_sample + GATE_SAMPLES, samples), _WARPS):
+                for sample in range(first_sample + warp, min(first_sample + GATE_SAMPLES, samples), WARPS):
                     row = np.int64(sample)
                     rest = np.int64(width - columns)
                     report_not_finite(

@@ -22,11 +22,10 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.cifg_launches import (
     CELLS,
+    CELLS_SHIFT,
     PARTS_SHIFT,
     PARTS_TOGETHER,
-    SHARED_SAMPLES,
     START_CELLS,
-    TILE_ROWS,
 )
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.coherence import last_arrival
@@ -36,7 +35,6 @@ from burt_numba.device.matrix_rows import (
     BLOCK_CELLS,
     ROW_SCRATCH,
     block_cells,
-    group_column,
     lane_columns,
     matrix_rows,
     row_sum,
@@ -44,21 +42,28 @@ from burt_numba.device.matrix_rows import (
     start_sweep,
 )
 from burt_numba.device.numeric import maximum, opaque, sigmoid_pair, whole_quotient
-from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
+from burt_numba.device.rows import not_finite, report_not_finite
 from burt_numba.device.start_vectors import SQUARES_H, WARM
-from burt_numba.device.vector import element_at, load_vector, set_element, store_vector, unpack_vectors
-from burt_numba.device.warp import FULL_MASK, any_lane
+from burt_numba.device.vector import element_at, load_vector, prefetch_line, set_element, store_vector, unpack_vectors
+from burt_numba.device.warp import FULL_MASK, any_lane, shuffle_xor
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-load_four, unpack_tile, store_four = load_vector(4), unpack_vectors(4, TILE_ROWS // 4), store_vector(4)
-unpack_four = unpack_vectors(4, 1)
+_LINE = 32
+"""Floats of a cache line."""
+_ROWS_AHEAD = 4
+"""Of a warp, on their way from device memory."""
+_PARTS_CELLS = 4 * PARTS_TOGETHER
+load_four, store_four = load_vector(4), store_vector(4)
+unpack_three, unpack_all = unpack_vectors(4, 3), unpack_vectors(4, PARTS_TOGETHER)
 
 
 @cache
 def update_kernel(is_shared: bool, vector: int, staged: bool):
     """The kernel for a memory for each sample or one for all, and loads of ``vector`` elements.
 
+    ``gates`` are those of a sample before the sigmoid, or the mean gates of a shared memory, whose mean ``writes`` are
+    there as well.
     ``staged``: the area of a block is in dynamic shared memory, and a lane's part of a row in its registers. Else the
     area is in the workspace, a row takes all warps of a block, and is read once more from memory for z.
     """
@@ -66,58 +71,7 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
     parts = lanes_columns // vector
     warp_columns = 32 * lanes_columns
     stride = 32 * vector
-    batch_cells = 2 * SHARED_SAMPLES * TILE_ROWS if is_shared else 4
     load, unpack, area_vector, store, flush, add_long = matrix_rows(vector, staged)
-
-    @cuda.jit(device=True)
-    def written_by_batch(hidden, place, activations, samples, columns, tile_row, tile_rows, area, tile, pitch, batch):
-        """Shared memory: the tile becomes the mean of (1 - f) h hᵀ for its rows; ``batch`` keeps their mean gates."""
-        origin, stride0, stride1 = place
-        sums = cuda.local.array(TILE_ROWS, np.float32)
-        weight_words = cuda.local.array(TILE_ROWS, np.uint32)
-        weights = cuda.local.array(TILE_ROWS, np.float32)
-        thread = cuda.threadIdx.x
-        share = _ONE / np.float32(samples)
-        gate_sum = _ZERO
-        for column_start in range(0, columns, cuda.blockDim.x):
-            column = column_start + thread
-            for row in range(TILE_ROWS):
-                sums[row] = _ZERO
-            for first in range(0, samples, SHARED_SAMPLES):
-                count = min(SHARED_SAMPLES, samples - first)
-                cuda.syncthreads()  # the samples before have been used
-                for cell in range(thread, SHARED_SAMPLES * TILE_ROWS, cuda.blockDim.x):
-                    sample = first + cell // TILE_ROWS
-                    row = tile_row + cell % TILE_ROWS
-                    forget, weight = _ZERO, _ZERO
-                    if sample < samples and cell % TILE_ROWS < tile_rows and row < columns:
-                        activation = activations[np.int64(sample) * columns + row]
-                        forget, kept = sigmoid_pair(activation)
-                        element = hidden[origin + np.int64(sample) * stride0 + np.int64(row) * stride1]
-                        weight = kept * finite_or_zero(element) * share
-                    batch[cell] = weight
-                    batch[SHARED_SAMPLES * TILE_ROWS + cell] = forget
-                cuda.syncthreads()  # weights and gates of these samples are in place
-                if column_start == 0 and thread < TILE_ROWS:
-                    for sample in range(count):
-                        gate_sum += batch[SHARED_SAMPLES * TILE_ROWS + sample * TILE_ROWS + thread]
-                if column < columns:
-                    for sample in range(count):
-                        offset = origin + np.int64(first + sample) * stride0
-                        element = finite_or_zero(hidden[offset + np.int64(column) * stride1])
-                        for half in range(2):
-                            load_four(batch, sample * TILE_ROWS + half * 4, weight_words, half * 4)
-                        unpack_tile(batch, weight_words, weights)
-                        for row in range(TILE_ROWS):
-                            sums[row] += weights[row] * element
-            if column < columns:
-                for row in range(TILE_ROWS):
-                    if row < tile_rows:
-                        area[tile + row * pitch + column] = sums[row]
-        cuda.syncthreads()  # the samples' cells are free
-        if thread < TILE_ROWS:
-            batch[thread] = gate_sum * share
-        cuda.syncthreads()  # tile and mean gates are complete
 
     @cuda.jit(device=True)
     def report_row(source, offset, row, columns, first, flags, errors):
@@ -141,7 +95,7 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
 
     @cuda.jit(device=True)
     def update_part(
-        source, output, row_place, columns, pitch, first, written, gate, area, flags, values, few_words, few, errors,
+        source, output, row_place, columns, pitch, first, writes, gate, area, flags, values, few_words, few, errors,
     ):  # fmt: skip
         """Update a lane's part of a row, in ``values``, from column ``first`` on.
 
@@ -149,14 +103,17 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         """
         row, offset, left = row_place
         forget, write = gate
-        y_v, y_w, squares, writes, lost = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
+        y_v, y_w, squares, written, lost = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
         for part in range(parts):
             if part * stride < left:
-                area_vector(area, written + first + part * stride, few_words, few)
+                if is_shared:
+                    area_vector(writes, np.int64(row) * columns + first + part * stride, few_words, few)
+                else:
+                    area_vector(area, 2 * pitch + first + part * stride, few_words, few)
                 for element in range(vector):
                     term = few[element]
                     if is_shared:
-                        writes += term * term
+                        written += term * term
                     else:
                         term *= write
                     term += forget * values[part * vector + element]
@@ -191,23 +148,22 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                 area_vector(area, pitch + column, few_words, few)
                 for element in range(vector):
                     y_w += values[part * vector + element] * few[element]
-        return y_v, y_w, squares, writes, lost
+        return y_v, y_w, squares, written, lost
 
     @cuda.jit(device=True)
     def update_rows(
-        source, output, shape, place, area, hidden, hidden_place, samples, activations, work, flags, scratch, batch,
-        buffers, activation, errors,
+        source, output, shape, place, area, writes, gates, work, flags, scratch, buffers, gate, errors
     ):  # fmt: skip
         """Update the rows of a block, with the products of the new rows; z goes to the workspace.
 
-        The first row has been loaded, and its gate before the sigmoid, ``activation``. Returns, in the leaders of rows,
-        sums of y_v y_v, y_v y_w, y_w y_w, C'², ((1 - f) h)², rows with something not finite, and the maximum of f.
+        The first row has been loaded, and its ``gate``. Returns, in the leaders of rows, sums of y_v y_v, y_v y_w,
+        y_w y_w, C'², ((1 - f) h)², rows with something not finite, and the maximum of f.
         """
         matrix, columns, pitch, first_row, end_row, tile_rows, warps_a_row = shape
         matrix_offset, tile, own_part = place
         words, values, few_words, few, z = buffers
         own, start, span, _leads = start_sweep(warps_a_row, vector, warp_columns)
-        vv, vw, ww, squares, writes, lost = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
+        vv, vw, ww, squares, written, lost = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
         most_kept = _ZERO
         parity = 0
         for element in range(lanes_columns):
@@ -219,21 +175,22 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         row = np.int32(first_row + own)
         offset = matrix_offset + np.int64(row) * columns
         left = np.int32((columns if row < end_row else 0) - start)
-        for tile_row in range(first_row, end_row, tile_rows):
+        # A lane's line of its warp's part of a row; rows further ahead are fetched by lines, which take no registers.
+        line = np.int32(start - cuda.laneid * vector + cuda.laneid * _LINE)
+        fetches = staged and line < columns and cuda.laneid < warp_columns // _LINE
+        for ahead in range(2, _ROWS_AHEAD):
+            if fetches and row + ahead * tile_rows < end_row:
+                prefetch_line(source, offset + np.int64(ahead * tile_rows) * columns + line)
+        for _tile_row in range(first_row, end_row, tile_rows):
             works = row < end_row
             following = np.int32(row + tile_rows)
             forget, write = _ZERO, _ZERO
-            written = 2 * pitch
             if is_shared:
-                written_by_batch(
-                    hidden, hidden_place, activations, samples, columns, tile_row, tile_rows, area, tile, pitch, batch
-                )
-                forget = batch[own]
-                written = tile + own * pitch
+                forget = gate
             elif works:
-                forget, write = sigmoid_pair(activation)
+                forget, write = sigmoid_pair(gate)
                 write *= element_at(area, 2 * pitch + row)
-            y_v, y_w, row_squares, row_writes = _ZERO, _ZERO, _ZERO, _ZERO
+            y_v, y_w, row_squares, row_written = _ZERO, _ZERO, _ZERO, _ZERO
             row_offset = offset
             next_offset = offset + np.int64(tile_rows) * columns
             next_left = np.int32((columns if following < end_row else 0) - start)
@@ -241,11 +198,13 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                 unpack(source, words, values)
                 # The next row is on its way while this one is worked on.
                 load(source, next_offset + start, 1, next_left, words)
-            if following < end_row and not is_shared:
-                activation = element_at(activations, np.int64(matrix) * columns + following)
+                if fetches and row + _ROWS_AHEAD * tile_rows < end_row:
+                    prefetch_line(source, offset + np.int64(_ROWS_AHEAD * tile_rows) * columns + line)
+            if following < end_row:
+                gate = element_at(gates, np.int64(matrix) * columns + following)
             if staged:
-                y_v, y_w, row_squares, row_writes, row_lost = update_part(
-                    source, output, (row, offset, left), columns, pitch, start, written, (forget, write), area, flags,
+                y_v, y_w, row_squares, row_written, row_lost = update_part(
+                    source, output, (row, offset, left), columns, pitch, start, writes, (forget, write), area, flags,
                     values, few_words, few, errors,
                 )  # fmt: skip
                 lost = maximum(lost, row_lost)
@@ -256,22 +215,22 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                     part_left = np.int32((columns if works else 0) - first)
                     load(source, offset + first, 1, part_left, words)
                     unpack(source, words, values)
-                    part_v, part_w, part_squares, part_writes, row_lost = update_part(
-                        source, output, (row, offset, part_left), columns, pitch, first, written, (forget, write),
+                    part_v, part_w, part_squares, part_written, row_lost = update_part(
+                        source, output, (row, offset, part_left), columns, pitch, first, writes, (forget, write),
                         area, flags, values, few_words, few, errors,
                     )  # fmt: skip
                     y_v += part_v
                     y_w += part_w
                     row_squares += part_squares
-                    row_writes += part_writes
+                    row_written += part_written
                     lost = maximum(lost, row_lost)
             y_v, y_w, row_squares = row_sums(y_v, y_w, row_squares, scratch, 48 + 48 * parity, warps_a_row)
             parity ^= 1
             if is_shared:
-                row_writes = row_sum(row_writes, scratch, 48 + 48 * parity, warps_a_row)
+                row_written = row_sum(row_written, scratch, 48 + 48 * parity, warps_a_row)
                 parity ^= 1
             else:
-                row_writes = write * write
+                row_written = write * write
             if staged:
                 for element in range(lanes_columns):
                     z[element] += y_v * values[element]
@@ -279,36 +238,61 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                 add_long(output, row_offset, columns, area, tile, start, span, words, values, y_v, _ONE)
             if works:
                 squares += row_squares
-                writes += row_writes
+                written += row_written
                 most_kept = maximum(most_kept, forget)
                 vv += y_v * y_v
                 vw += y_v * y_w
                 ww += y_w * y_w
             row, offset, left = following, next_offset, next_left
         flush(area, tile, pitch, columns, tile_rows, start, own, z, work, own_part)
-        return vv, vw, ww, squares, writes, lost, most_kept
+        return vv, vw, ww, squares, written, lost, most_kept
 
     @cuda.jit(device=True)
-    def together(z_parts, sums, first, step, blocks, columns, pitch, area, tile, cells):
-        """The parts of ``blocks`` blocks, added up in their order, take the place of those of the first.
+    def together(z_parts, sums, first, step, blocks, columns, pitch, area, tile, cells, scratch, buffers):
+        """The parts of up to PARTS_TOGETHER blocks, added up in their order, take the place of those of the first.
 
-        They lie ``step`` blocks apart. The sums are in the area and in the cells as well.
+        They lie ``step`` blocks apart. The sums are in the area and in the cells as well. All loads of a thread are on
+        their way together: waiting for one after another would take longer than the rows.
         """
+        words, values, totals = buffers
         thread = np.int32(cuda.threadIdx.x)
+        if thread < CELLS * PARTS_TOGETHER:
+            # Lane l has cell l % 8 of a block: six sums and two maxima.
+            part = np.int32(thread >> CELLS_SHIFT)
+            cell = np.int32(thread & (CELLS - 1))
+            value = _ZERO
+            if part < blocks:
+                value = element_at(sums, (np.int64(first) + part * step) * CELLS + cell)
+            for distance in (CELLS, 2 * CELLS):
+                other = shuffle_xor(value, distance, FULL_MASK)
+                value = value + other if cell < 6 else maximum(value, other)
+            if cuda.laneid < CELLS:
+                scratch[(thread >> 5) * CELLS + cell] = value
+        place = np.int32(4 * thread)
+        while place < pitch:
+            for part in range(PARTS_TOGETHER):
+                if part < blocks:
+                    load_four(z_parts, (np.int64(first) + part * step) * pitch + place, words, part * 4)
+                else:
+                    for element in range(4):
+                        words[part * 4 + element] = np.uint32(0)
+            unpack_all(z_parts, words, values)
+            for element in range(4):
+                totals[element] = _ZERO
+            for part in range(PARTS_TOGETHER):
+                for element in range(4):
+                    totals[element] += values[part * 4 + element]
+            store_four(z_parts, np.int64(first) * pitch + place, totals, 0)
+            store_four(area, tile + place, totals, 0)
+            place = opaque(np.int32(place + 4 * cuda.blockDim.x))
+        cuda.syncthreads()  # the cells of all warps are in scratch
         if thread < CELLS:
             total = _ZERO
-            for block in range(blocks):
-                value = element_at(sums, (np.int64(first) + block * step) * CELLS + thread)
+            for warp in range(PARTS_TOGETHER // 4):
+                value = element_at(scratch, warp * CELLS + thread)
                 total = total + value if thread < 6 else maximum(total, value)
             set_element(sums, np.int64(first) * CELLS + thread, total)
             cells[thread] = total
-        column = thread
-        while column < columns:
-            at = np.int64(first) * pitch + column
-            total = group_column(z_parts, at, blocks, np.int64(step) * pitch, 0, 1)
-            set_element(z_parts, at, total)
-            set_element(area, tile + column, total)
-            column = opaque(np.int32(column + cuda.blockDim.x))
 
     @cuda.jit
     def cifg_update_rows_kernel(
@@ -322,12 +306,8 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         tile_rows,
         warps_a_row,
         area_floats,
-        hidden,
-        hidden_origin,
-        hidden_stride0,
-        hidden_stride1,
-        samples,
-        activations,
+        writes,
+        gates,
         starts,
         power_vector,
         sigma_bound,
@@ -344,15 +324,16 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         row_scratch = cuda.shared.array(ROW_SCRATCH, np.float32)
         cells = cuda.shared.array(BLOCK_CELLS, np.float32)
-        batch = cuda.shared.array(batch_cells, np.float32, 16)
         shared_flag = cuda.shared.array(1, np.int32)
         words = cuda.local.array(lanes_columns, np.uint32)
         values = cuda.local.array(lanes_columns, np.float32)
         few_words = cuda.local.array(vector, np.uint32)
         few = cuda.local.array(vector, np.float32)
         z = cuda.local.array(lanes_columns, np.float32)
-        few_start = cuda.local.array(4, np.uint32)
-        start_values = cuda.local.array(4, np.float32)
+        part_words = cuda.local.array(_PARTS_CELLS, np.uint32)
+        part_values = cuda.local.array(_PARTS_CELLS, np.float32)
+        start_words = cuda.local.array(12, np.uint32)
+        start_values = cuda.local.array(12, np.float32)
         area = cuda.shared.array(0, np.float32, 16)
         if not staged:
             area_start = np.int64(cuda.blockIdx.x) * area_floats
@@ -362,24 +343,25 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         rank = np.int32(cuda.blockIdx.x - matrix * blocks)
         first_row = np.int32(min(rank * block_rows, columns))
         end_row = np.int32(min(first_row + block_rows, columns))
-        hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
         matrix_offset = np.int64(matrix) * columns * columns
         own, start, _span, leads = start_sweep(warps_a_row, vector, warp_columns)
         # The first row is on its way while the vectors are copied.
         row = np.int32(first_row + own)
-        activation = _ZERO
+        gate = _ZERO
         if staged:
             left = np.int32((columns if row < end_row else 0) - start)
             load(memory, matrix_offset + np.int64(row) * columns + start, 1, left, words)
-        if row < end_row and not is_shared:
-            activation = element_at(activations, np.int64(matrix) * columns + row)
+        if row < end_row:
+            gate = element_at(gates, np.int64(matrix) * columns + row)
         start_floats = np.int32(3 * pitch)
         start_place = np.int64(matrix) * (start_floats + START_CELLS)
         place = np.int32(4 * thread)
-        while place < start_floats:
-            load_four(starts, start_place + place, few_start, 0)
-            unpack_four(starts, few_start, start_values)
-            store_four(area, place, start_values, 0)
+        while place < pitch:
+            for vectors in range(3):
+                load_four(starts, start_place + vectors * pitch + place, start_words, vectors * 4)
+            unpack_three(starts, start_words, start_values)
+            for vectors in range(3):
+                store_four(area, vectors * pitch + place, start_values, vectors * 4)
             place = np.int32(place + 4 * cuda.blockDim.x)
         warm = element_at(starts, start_place + start_floats + WARM) > _ZERO
         squares_h = element_at(starts, start_place + start_floats + SQUARES_H)
@@ -387,11 +369,11 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         shape = (matrix, columns, pitch, first_row, end_row, tile_rows, warps_a_row)
         place = (matrix_offset, tile, np.int64(cuda.blockIdx.x) * pitch)
         matrix_flags = flags[np.int64(matrix) * 2 * columns : (np.int64(matrix) + 1) * 2 * columns]
-        vv, vw, ww, squares, writes, lost, most_kept = update_rows(
-            memory, output, shape, place, area, hidden, hidden_place, samples, activations, z_parts, matrix_flags,
-            row_scratch, batch, (words, values, few_words, few, z), activation, errors,
+        vv, vw, ww, squares, written, lost, most_kept = update_rows(
+            memory, output, shape, place, area, writes, gates, z_parts, matrix_flags, row_scratch,
+            (words, values, few_words, few, z), gate, errors,
         )  # fmt: skip
-        cell = block_cells(cells, vv, vw, ww, squares, writes, lost, most_kept, _ZERO, leads)
+        cell = block_cells(cells, vv, vw, ww, squares, written, lost, most_kept, _ZERO, leads)
         if thread < CELLS:
             set_element(sums, np.int64(cuda.blockIdx.x) * CELLS + thread, cell)
         # The last block to finish adds up for its set, and the last of those for theirs, until one has the matrix.
@@ -405,7 +387,10 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
             if not last_arrival(counters, np.int64(counter + own_set), members, shared_flag):
                 return
             first = np.int32(first_block + (own_set << PARTS_SHIFT) * step)
-            together(z_parts, sums, first, step, members, columns, pitch, area, tile, cells)
+            together(
+                z_parts, sums, first, step, members, columns, pitch, area, tile, cells, row_scratch,
+                (part_words, part_values, start_values),
+            )  # fmt: skip
             goes_on = count > PARTS_TOGETHER
             own_part = own_set
             count = np.int32((count + PARTS_TOGETHER - 1) >> PARTS_SHIFT)

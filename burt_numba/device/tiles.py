@@ -1,0 +1,53 @@
+"""Products of two matrices by blocks of 32 x 32 results, to which each warp adds its own stretches of the inner axis.
+
+staged by a warp, for 16 places of the inner axis: 32 rows of each operand    floats: place * PITCH + row
+results of lane l: rows 8 (l / 8) .. + 7 of the one, 4 (l % 8) .. + 3 of the other
+"""
+
+from __future__ import annotations
+
+from burt_numba.backend import cuda
+from burt_numba.device.vector import load_vector, store_vector, unpack_vectors
+from burt_numba.target import GATE_COLUMNS, GATE_SAMPLES, GATE_THREADS
+
+WARPS = GATE_THREADS // 32
+TALL, WIDE = 8, 4
+"""Results of a lane: 32 products for 12 values read."""
+PRODUCTS = TALL * WIDE
+DEPTH = 16
+"""Places of the inner axis that a warp stages at a time. (Cells count these first where they are the inner ones.)"""
+PITCH = GATE_SAMPLES + 4
+"""Of a staged row: vectors of 4 stay aligned, and fewer lanes meet in a bank than with 32."""
+TILE = DEPTH * PITCH
+TILES = WARPS * 2 * TILE
+"""Floats of shared memory, in which the warps' results have room as well."""
+LANE_CELLS = DEPTH * GATE_SAMPLES // 32
+"""That a lane stages of each operand."""
+PART = GATE_SAMPLES * GATE_COLUMNS
+_load_four, _unpack_four, _store_four = load_vector(4), unpack_vectors(4, 1), store_vector(4)
+
+
+@cuda.jit(device=True)
+def multiply_tiles(tiles, tall_tile, wide_tile, left, buffers):
+    """Add the products of what a warp has staged to the results of a lane; ``left``: places that are there."""
+    few_words, few, tall, wide, sums = buffers
+    for depth in range(DEPTH):
+        if depth < left:
+            for half in range(TALL // 4):
+                _load_four(tiles, tall_tile + depth * PITCH + half * 4, few_words, 0)
+                _unpack_four(tiles, few_words, few)
+                for element in range(4):
+                    tall[half * 4 + element] = few[element]
+            _load_four(tiles, wide_tile + depth * PITCH, few_words, 0)
+            _unpack_four(tiles, few_words, wide)
+            for product in range(PRODUCTS):
+                sums[product] += tall[product // WIDE] * wide[product % WIDE]
+
+
+@cuda.jit(device=True)
+def leave_products(tiles, warp, own_row, own_column, sums):
+    """The results of all warps take the place of the tiles: 32 x 32 of a warp behind those of the one before."""
+    cuda.syncthreads()  # all tiles have been used
+    for row in range(TALL):
+        _store_four(tiles, warp * PART + (own_row + row) * GATE_COLUMNS + own_column, sums, row * WIDE)
+    cuda.syncthreads()  # the results of all warps are in place
