@@ -287,7 +287,7 @@ def _gates_kernel(vector: int, shared: bool) -> KernelSpec:
 
         return gates_kernel(*constants)
 
-    return KernelSpec("cifg_gates", build, (vector, int(shared)), (GATE_THREADS, 1))
+    return KernelSpec("cifg_gates", build, (vector, int(shared)), (GATE_THREADS, 2 if vector > 1 else 1))
 
 
 def _writes_kernel(vector: int) -> KernelSpec:
@@ -296,7 +296,7 @@ def _writes_kernel(vector: int) -> KernelSpec:
 
         return writes_kernel(*constants)
 
-    return KernelSpec("cifg_writes", build, (vector,), (GATE_THREADS, 1))
+    return KernelSpec("cifg_writes", build, (vector,), (GATE_THREADS, 2))
 
 
 def _rows(name: str, label: str, operand: int, array: Description) -> StridedRows:

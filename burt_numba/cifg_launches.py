@@ -38,6 +38,8 @@ _SMALL, _SMALL_BLOCK = 64, 128
 _START_ROWS = 3
 """What a block of an update does before and after its rows takes as long as so many steps over them."""
 _MOST_WAVES = 8
+_GATES_RESIDENT = 2
+"""Blocks of gates that a multiprocessor holds."""
 _LEAST_DEPTH = 128
 """Of the part of W_f [h; x] that a block of gates adds up: 16 for each of its warps."""
 _MOST_PARTS = 1 << 24
@@ -205,7 +207,7 @@ def memory_launches(
     tiles = split = 0
     if samples is not None:
         tiles = -(-samples // GATE_SAMPLES) * -(-columns // GATE_COLUMNS)
-        split = max(min(multiprocessors // tiles, -(-width // _LEAST_DEPTH)), 1)
+        split = max(min(_GATES_RESIDENT * multiprocessors // tiles, -(-width // _LEAST_DEPTH)), 1)
     return MemoryLaunches(
         update, spectrum, max(min(matrices, multiprocessors // blocks), 1), clustered, tiles, split, columns, shared
     )

@@ -6,6 +6,8 @@ results of lane l: rows 8 (l / 8) .. + 7 of the one, 4 (l % 8) .. + 3 of the oth
 
 from __future__ import annotations
 
+import numpy as np
+
 from burt_numba.backend import cuda
 from burt_numba.device.vector import load_vector, store_vector, unpack_vectors
 from burt_numba.target import GATE_COLUMNS, GATE_SAMPLES, GATE_THREADS
@@ -31,17 +33,21 @@ _load_four, _unpack_four, _store_four = load_vector(4), unpack_vectors(4, 1), st
 def multiply_tiles(tiles, tall_tile, wide_tile, left, buffers):
     """Add the products of what a warp has staged to the results of a lane; ``left``: places that are there."""
     few_words, few, tall, wide, sums = buffers
-    for depth in range(DEPTH):
-        if depth < left:
+    depth = np.int32(0)
+    while depth < min(left, np.int32(DEPTH)):
+        # Written out by fours: what is staged beyond the last place is zero.
+        for step in range(4):
+            row = (depth + step) * PITCH
             for half in range(TALL // 4):
-                _load_four(tiles, tall_tile + depth * PITCH + half * 4, few_words, 0)
+                _load_four(tiles, tall_tile + row + half * 4, few_words, 0)
                 _unpack_four(tiles, few_words, few)
                 for element in range(4):
                     tall[half * 4 + element] = few[element]
-            _load_four(tiles, wide_tile + depth * PITCH, few_words, 0)
+            _load_four(tiles, wide_tile + row, few_words, 0)
             _unpack_four(tiles, few_words, wide)
             for product in range(PRODUCTS):
                 sums[product] += tall[product // WIDE] * wide[product % WIDE]
+        depth = np.int32(depth + 4)
 
 
 @cuda.jit(device=True)
