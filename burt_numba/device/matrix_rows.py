@@ -16,13 +16,17 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.cifg_launches import CELLS, LANE_COLUMNS, TILE_ROWS
 from burt_numba.device.numeric import maximum, opaque, whole_quotient
-from burt_numba.device.vector import element_at, load_vector, set_element, store_vector, unpack_vectors
+from burt_numba.device.vector import element_at, load_vector, prefetch_line, set_element, store_vector, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, warp_max, warp_sum, warp_sum3
 
 ROW_SCRATCH = 144
 """Cells for sums over the warps of rows: three sums of 16 warps, for one call and for two that take turns."""
 BLOCK_CELLS = 16 * CELLS
 _ZERO = np.float32(0.0)
+_LINE = 32
+"""Floats of a cache line."""
+ROWS_AHEAD = 4
+"""Rows of a warp that are on their way from device memory."""
 _TOGETHER = 8
 """Loads of a column of z in flight."""
 
@@ -148,6 +152,8 @@ class MatrixRows(NamedTuple):
     """``flush(area, tile, pitch, columns, tile_rows, start, own, z, work, own_part)``: a block's z to the workspace."""
     add_long: Any
     """``add_long(output, offset, columns, area, tile, start, span, words, values, y, unit)``: z += y row, unstaged."""
+    fetch: Any
+    """``fetch(source, offset, row, end_row, columns, tile_rows, start, first, last)``: rows ahead, into the cache."""
 
 
 @cache
@@ -155,6 +161,7 @@ def matrix_rows(vector: int, staged: bool) -> MatrixRows:
     """``staged``: a lane's part of a row stays in its registers; else z is in the area, and rows are read again."""
     parts = lane_columns(staged) // vector
     stride = 32 * vector
+    lanes_lines = 32 * lane_columns(staged) // _LINE
     load = load_vector(vector)
     unpack = unpack_vectors(vector, parts)
     unpack_one = unpack_vectors(vector, 1)
@@ -212,4 +219,13 @@ def matrix_rows(vector: int, staged: bool) -> MatrixRows:
                         place = tile + first + part * stride + element
                         area[place] += y * value
 
-    return MatrixRows(load_part, unpack, area_vector, store, flush_products, add_long_products)
+    @cuda.jit(device=True)
+    def fetch_rows(source, offset, row, end_row, columns, tile_rows, start, first, last):
+        """A warp's parts of its rows ``first`` .. ``last`` - 1 from here, a line a lane. They take no registers."""
+        line = np.int32(start - cuda.laneid * vector + cuda.laneid * _LINE)
+        if staged and line < columns and cuda.laneid < lanes_lines:
+            for ahead in range(first, last):
+                if row + ahead * tile_rows < end_row:
+                    prefetch_line(source, offset + np.int64(ahead * tile_rows) * columns + line)
+
+    return MatrixRows(load_part, unpack, area_vector, store, flush_products, add_long_products, fetch_rows)

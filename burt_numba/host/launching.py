@@ -189,6 +189,7 @@ class DeviceLaunch:
         self._parameters = (ctypes.c_void_p * len(values))(*(start + 8 * place for place in range(len(values))))
         self._lock = threading.Lock()
         self._written_numbers: Sequence[float] | None = None
+        self._written_operands: Sequence[int] | None = None
         handle = kernel_handle(launch.kernel, launch.types, device, launch.shared_bytes)
         self._function = driver.CUfunction(handle)
         self._launch = launch
@@ -222,8 +223,10 @@ class DeviceLaunch:
     def __call__(self, operands: Sequence[int], numbers: Sequence[float], errors: Any, stream: int) -> None:
         cells = self._cells
         with self._lock:
-            for place, operand, offset in self._pointers:
-                cells[place] = operands[operand] + offset
+            if operands != self._written_operands:
+                for place, operand, offset in self._pointers:
+                    cells[place] = operands[operand] + offset
+                self._written_operands = operands
             if self._errors_cell >= 0:
                 cells[self._errors_cell] = errors.pointer
             if numbers is not self._written_numbers:

@@ -131,18 +131,26 @@ def workspace(device: int, stream: int) -> Workspace:
 
 def _capture(stream: int) -> int:
     """The number of the capture that a stream takes part in; 0 for none."""
+    if not is_capturing(stream):
+        return 0
     from cuda.bindings import driver
 
     status, number, *_rest = driver_call(driver.cuStreamGetCaptureInfo(stream))
     return int(number) if status == driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE else 0
 
 
-def is_capturing(stream: int) -> bool:
-    """True while what is launched on the stream goes into a graph."""
+@cache
+def _capture_question() -> tuple[Any, Any]:
+    """The driver's function, and its answer for none: looked up once, since calls ask each time."""
     from cuda.bindings import driver
 
-    status = driver_call(driver.cuStreamIsCapturing(stream))
-    return status != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    return driver.cuStreamIsCapturing, driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+
+
+def is_capturing(stream: int) -> bool:
+    """True while what is launched on the stream goes into a graph."""
+    question, none = _capture_question()
+    return driver_call(question(stream)) != none
 
 
 @contextmanager

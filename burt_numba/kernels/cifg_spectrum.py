@@ -22,6 +22,7 @@ from burt_numba.device.first_step import LOST, MOST_KEPT, PART_V, PART_W, SETTLE
 from burt_numba.device.matrix_rows import (
     BLOCK_CELLS,
     ROW_SCRATCH,
+    ROWS_AHEAD,
     block_cells,
     group_column,
     group_maximum,
@@ -44,8 +45,8 @@ from burt_numba.device.spectrum import (
     weyl_bound,
 )
 from burt_numba.device.start_vectors import stage_vectors
-from burt_numba.device.vector import element_at
-from burt_numba.device.warp import FULL_MASK, warp_sum
+from burt_numba.device.vector import element_at, set_element
+from burt_numba.device.warp import FULL_MASK, warp_sum, warp_sum3
 
 _V, _RESIDUAL, _P, _AV, _AP, _FIRST_V = range(VECTORS)
 _ZERO = np.float32(0.0)
@@ -82,7 +83,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
     parts = lanes_columns // vector
     warp_columns = 32 * lanes_columns
     stride = 32 * vector
-    load, unpack, area_vector, store, flush, add_long = matrix_rows(vector, staged)
+    load, unpack, area_vector, store, flush, add_long, fetch = matrix_rows(vector, staged)
 
     @cuda.jit(device=True)
     def barrier(counters, group, blocks):
@@ -141,17 +142,28 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         return row_largest
 
     @cuda.jit(device=True)
+    def part_product(area, place, left, values, few_words, few, unit):
+        """The product of a lane's part of a row with a vector of the area; the part becomes ``unit`` times itself."""
+        y = _ZERO
+        for part in range(parts):
+            if part * stride < left:
+                area_vector(area, place + part * stride, few_words, few)
+                for element in range(vector):
+                    values[part * vector + element] *= unit
+                    y += values[part * vector + element] * few[element]
+        return y
+
+    @cuda.jit(device=True)
     def multiply_rows(output, shape, place, area, work, scratch, buffers, unit):
         """Products of the rows, times ``unit``, with w at pitch in the area.
 
-        Returns, in the leaders of rows, the sums of y_v y_w, y_w y_w, y_w y_p and y_w y_1, all but y_w from the
+        Returns, in the first lanes of warps, the sums of y_v y_w, y_w y_w, y_w y_p and y_w y_1, all but y_w from the
         workspace.
         """
         _matrix, columns, pitch, first_row, end_row, tile_rows, warps_a_row = shape
         matrix_offset, row_products, tile, own_part = place
         words, values, few_words, few, z = buffers
         own, start, span, leads = start_sweep(warps_a_row, vector, warp_columns)
-        vw, ww, wp, w1 = _ZERO, _ZERO, _ZERO, _ZERO
         parity = 0
         for element in range(lanes_columns):
             z[element] = _ZERO
@@ -159,45 +171,55 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
             for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):
                 area[tile + column] = _ZERO
             cuda.syncthreads()  # z is zero
-        for tile_row in range(first_row, end_row, tile_rows):
-            row = np.int32(tile_row + own)
-            end = columns if row < end_row else np.int32(0)
-            offset = matrix_offset + np.int64(row) * columns
+        row = np.int32(first_row + own)
+        offset = matrix_offset + np.int64(row) * columns
+        left = np.int32((columns if row < end_row else 0) - start)
+        if staged:
+            load(output, offset + start, 1, left, words)
+            fetch(output, offset, row, end_row, columns, tile_rows, start, 2, ROWS_AHEAD)
+        for _tile_row in range(first_row, end_row, tile_rows):
+            works = row < end_row
+            next_row = np.int32(row + tile_rows)
+            next_offset = offset + np.int64(tile_rows) * columns
+            next_left = np.int32((columns if next_row < end_row else 0) - start)
             y = _ZERO
-            if tile_row == first_row or not staged:
-                load(output, offset + start, 1, np.int32(end - start), words)
-            for first in range(start, columns if not staged else start + 1, span):
-                left = np.int32(end - first)
-                if first != start:
-                    load(output, offset + first, 1, left, words)
-                unpack(output, words, values)
-                for part in range(parts):
-                    if part * stride < left:
-                        column = first + part * stride
-                        area_vector(area, pitch + column, few_words, few)
-                        for element in range(vector):
-                            values[part * vector + element] *= unit
-                            y += values[part * vector + element] * few[element]
             if staged:
-                next_row = row + tile_rows
-                next_offset = matrix_offset + np.int64(next_row) * columns
-                next_end = columns if next_row < end_row else np.int32(0)
-                load(output, next_offset + start, 1, np.int32(next_end - start), words)
+                unpack(output, words, values)
+                # The next row is on its way while this one is worked on.
+                load(output, next_offset + start, 1, next_left, words)
+                fetch(output, offset, row, end_row, columns, tile_rows, start, ROWS_AHEAD, ROWS_AHEAD + 1)
+                y = part_product(area, pitch + start, left, values, few_words, few, unit)
+            else:
+                for first in range(start, columns, span):
+                    part_left = np.int32((columns if works else 0) - first)
+                    load(output, offset + first, 1, part_left, words)
+                    unpack(output, words, values)
+                    y += part_product(area, pitch + first, part_left, values, few_words, few, unit)
             y = row_sum(y, scratch, 48 + 48 * parity, warps_a_row)
             parity ^= 1
             if staged:
                 for element in range(lanes_columns):
                     z[element] += y * values[element]
             else:
+                end = columns if works else np.int32(0)
                 add_long(output, offset, end, area, tile, start, span, words, values, y, unit)
-            if leads and row < end_row:
-                work[row_products + columns + row] = y
-                vw += y * work[row_products + row]
-                ww += y * y
-                wp += y * work[row_products + 2 * columns + row]
-                w1 += y * work[row_products + 3 * columns + row]
+            if leads and works:
+                set_element(work, row_products + columns + row, y)
+            row, offset, left = next_row, next_offset, next_left
         flush(area, tile, pitch, columns, tile_rows, start, own, z, work, own_part)
-        return vw, ww, wp, w1
+        cuda.syncthreads()  # the products of all rows of the block are in the workspace
+        vw, ww, wp, w1 = _ZERO, _ZERO, _ZERO, _ZERO
+        row = np.int32(first_row + cuda.threadIdx.x)
+        while row < end_row:
+            at = row_products + row
+            y = element_at(work, at + columns)
+            vw += y * element_at(work, at)
+            ww += y * y
+            wp += y * element_at(work, at + 2 * columns)
+            w1 += y * element_at(work, at + 3 * columns)
+            row = np.int32(row + cuda.blockDim.x)
+        vw, ww, wp = warp_sum3(vw, ww, wp, 32, FULL_MASK)
+        return vw, ww, wp, warp_sum(w1, 32, FULL_MASK)
 
     @cuda.jit(device=True)
     def largest_rows(output, shape, place):
@@ -223,6 +245,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
             offset = place[0] + np.int64(row) * columns
             product = _ZERO
             load(output, offset + start, 1, np.int32(end - start), words)
+            fetch(output, offset, row, end_row, columns, tile_rows, start, 1, ROWS_AHEAD)
             if cut != _ZERO:
                 for first in range(start, columns if not staged else start + 1, span):
                     left = np.int32(end - first)
@@ -328,7 +351,6 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         z_lane = cuda.laneid & (z_lanes - 1)
         hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
         certifies = sigma_bound.size > 0 and only_checks == 0
-        leads = start_sweep(warps_a_row, vector, warp_columns)[3]
         phase = 0
         parity = 0
         for matrix in range(first_open, matrices, groups):
@@ -447,7 +469,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                 while running:
                     place = (matrix_offset, row_products, tile, group_work + parity * half + np.int64(rank) * pitch)
                     vw, ww, wp, w1 = multiply_rows(output, shape, place, area, work, row_scratch, buffers, unit)
-                    own_cell = block_cells(cells, vw, ww, wp, w1, _ZERO, _ZERO, _ZERO, _ZERO, leads)
+                    own_cell = block_cells(cells, vw, ww, wp, w1, _ZERO, _ZERO, _ZERO, _ZERO, cuda.laneid == 0)
                     if thread < 8:
                         work[sums + (parity * blocks + rank) * CELLS + thread] = own_cell
                     barrier(counters, group, blocks)

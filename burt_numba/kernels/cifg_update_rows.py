@@ -34,6 +34,7 @@ from burt_numba.device.first_step import settle_matrix
 from burt_numba.device.matrix_rows import (
     BLOCK_CELLS,
     ROW_SCRATCH,
+    ROWS_AHEAD,
     block_cells,
     lane_columns,
     matrix_rows,
@@ -44,15 +45,11 @@ from burt_numba.device.matrix_rows import (
 from burt_numba.device.numeric import maximum, opaque, sigmoid_pair, whole_quotient
 from burt_numba.device.rows import not_finite, report_not_finite
 from burt_numba.device.start_vectors import SQUARES_H, WARM
-from burt_numba.device.vector import element_at, load_vector, prefetch_line, set_element, store_vector, unpack_vectors
+from burt_numba.device.vector import element_at, load_vector, set_element, store_vector, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, any_lane, shuffle_xor
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-_LINE = 32
-"""Floats of a cache line."""
-_ROWS_AHEAD = 4
-"""Of a warp, on their way from device memory."""
 _PARTS_CELLS = 4 * PARTS_TOGETHER
 load_four, store_four = load_vector(4), store_vector(4)
 unpack_three, unpack_all = unpack_vectors(4, 3), unpack_vectors(4, PARTS_TOGETHER)
@@ -71,7 +68,7 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
     parts = lanes_columns // vector
     warp_columns = 32 * lanes_columns
     stride = 32 * vector
-    load, unpack, area_vector, store, flush, add_long = matrix_rows(vector, staged)
+    load, unpack, area_vector, store, flush, add_long, fetch = matrix_rows(vector, staged)
 
     @cuda.jit(device=True)
     def report_row(source, offset, row, columns, first, flags, errors):
@@ -175,12 +172,7 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         row = np.int32(first_row + own)
         offset = matrix_offset + np.int64(row) * columns
         left = np.int32((columns if row < end_row else 0) - start)
-        # A lane's line of its warp's part of a row; rows further ahead are fetched by lines, which take no registers.
-        line = np.int32(start - cuda.laneid * vector + cuda.laneid * _LINE)
-        fetches = staged and line < columns and cuda.laneid < warp_columns // _LINE
-        for ahead in range(2, _ROWS_AHEAD):
-            if fetches and row + ahead * tile_rows < end_row:
-                prefetch_line(source, offset + np.int64(ahead * tile_rows) * columns + line)
+        fetch(source, offset, row, end_row, columns, tile_rows, start, 2, ROWS_AHEAD)
         for _tile_row in range(first_row, end_row, tile_rows):
             works = row < end_row
             following = np.int32(row + tile_rows)
@@ -198,8 +190,7 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                 unpack(source, words, values)
                 # The next row is on its way while this one is worked on.
                 load(source, next_offset + start, 1, next_left, words)
-                if fetches and row + _ROWS_AHEAD * tile_rows < end_row:
-                    prefetch_line(source, offset + np.int64(_ROWS_AHEAD * tile_rows) * columns + line)
+                fetch(source, offset, row, end_row, columns, tile_rows, start, ROWS_AHEAD, ROWS_AHEAD + 1)
             if following < end_row:
                 gate = element_at(gates, np.int64(matrix) * columns + following)
             if staged:
