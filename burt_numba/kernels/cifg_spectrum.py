@@ -127,6 +127,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
     def norm_rows(output, shape, place, area):
         """The largest sum of magnitudes of a row; those of columns go to z in the area."""
         _matrix, columns, _pitch, first_row, end_row, _tile_rows, _warps_a_row = shape
+        columns, first_row, end_row = opaque(columns), opaque(first_row), opaque(end_row)
         row_largest = _ZERO
         for column in range(cuda.threadIdx.x, columns, cuda.blockDim.x):
             total = _ZERO
