@@ -288,7 +288,7 @@ def test_planned_launches_of_batched_cifg_update_are_made(updated, samples, shar
         dims = {"batch_size": samples, "d_model": d, "input_dim": d + 3, "shared_memory_mode": shared}
         planned = planned_launches("batched_cifg_update", **dims, multiprocessors=4)
         assert planned == updated(d, d + 3, samples, shared), d
-        assert len(planned) == 3 * (d > 0 and samples > 0)
+        assert len(planned) == (3 + shared) * (d > 0 and samples > 0)
 
 
 @pytest.mark.parametrize(

@@ -110,40 +110,40 @@ def gate_kernel(vector: int):
         if cuda.blockIdx.x == 0:
             hidden_place = (hidden_origin, np.int64(0), hidden_stride)
             write_start(0, columns, power_vector, hidden, hidden_place, False, starts, scratch, errors)
-            return
-        words = cuda.local.array(cells, np.uint32)
-        values = cuda.local.array(cells, np.float32)
-        few_words = cuda.local.array(vector, np.uint32)
-        few = cuda.local.array(vector, np.float32)
-        buffers = (words, values, few_words, few)
-        row = np.int64(cuda.blockIdx.x - 1) * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5)
-        rest = width - columns
-        if row < columns:
-            offset = weights_origin + row * weights_stride0
-            second = offset + np.int64(columns) * weights_stride1
-            total = part_product(
-                weights, offset, weights_stride1, hidden, hidden_origin, hidden_stride, columns, buffers
-            ) + part_product(weights, second, weights_stride1, inputs, inputs_origin, inputs_stride, rest, buffers)
-            if any_lane(not_finite(total), FULL_MASK):
-                total = careful_product(
-                    weights, offset, weights_stride1, hidden, hidden_origin, hidden_stride, columns
-                ) + careful_product(weights, second, weights_stride1, inputs, inputs_origin, inputs_stride, rest)
-                lane = np.int64(cuda.laneid)
-                report_not_finite(
-                    weights, offset, weights_stride1, lane, 1, np.int64(width), np.int64(32), row * width, errors, 32,
-                    FULL_MASK,
-                )  # fmt: skip
-                if row == 0:
+        else:
+            words = cuda.local.array(cells, np.uint32)
+            values = cuda.local.array(cells, np.float32)
+            few_words = cuda.local.array(vector, np.uint32)
+            few = cuda.local.array(vector, np.float32)
+            buffers = (words, values, few_words, few)
+            row = np.int64(cuda.blockIdx.x - 1) * (cuda.blockDim.x >> 5) + (cuda.threadIdx.x >> 5)
+            rest = width - columns
+            if row < columns:
+                offset = weights_origin + row * weights_stride0
+                second = offset + np.int64(columns) * weights_stride1
+                total = part_product(
+                    weights, offset, weights_stride1, hidden, hidden_origin, hidden_stride, columns, buffers
+                ) + part_product(weights, second, weights_stride1, inputs, inputs_origin, inputs_stride, rest, buffers)
+                if any_lane(not_finite(total), FULL_MASK):
+                    total = careful_product(
+                        weights, offset, weights_stride1, hidden, hidden_origin, hidden_stride, columns
+                    ) + careful_product(weights, second, weights_stride1, inputs, inputs_origin, inputs_stride, rest)
+                    lane = np.int64(cuda.laneid)
                     report_not_finite(
-                        inputs, inputs_origin, inputs_stride, lane, 1, np.int64(rest), np.int64(32), np.int64(0),
-                        errors, 32, FULL_MASK,
+                        weights, offset, weights_stride1, lane, 1, np.int64(width), np.int64(32), row * width, errors,
+                        32, FULL_MASK,
                     )  # fmt: skip
-            total = warp_sum(total, 32, FULL_MASK)
-            if cuda.laneid == 0:
-                total = with_bias(total, bias[bias_origin + row * bias_stride], row, True, row, True, errors)
-                activations[row] = total
-                if forget_gate_out.size > 0:
-                    forget_gate_out[row] = sigmoid_pair(total)[0]
+                    if row == 0:
+                        report_not_finite(
+                            inputs, inputs_origin, inputs_stride, lane, 1, np.int64(rest), np.int64(32), np.int64(0),
+                            errors, 32, FULL_MASK,
+                        )  # fmt: skip
+                total = warp_sum(total, 32, FULL_MASK)
+                if cuda.laneid == 0:
+                    total = with_bias(total, bias[bias_origin + row * bias_stride], row, True, row, True, errors)
+                    activations[row] = total
+                    if forget_gate_out.size > 0:
+                        forget_gate_out[row] = sigmoid_pair(total)[0]
 
     return cifg_gate_kernel
 
@@ -210,6 +210,35 @@ def gates_kernel(vector: int, is_shared: bool):
             total += finite_or_zero(weights[weights_start + place * weights_place[2]]) * finite_or_zero(element)
         return total
 
+    @cuda.jit(device=True)
+    def report_tile(
+        hidden, hidden_place, inputs, inputs_place, weights, weights_place, first_sample, samples, first_column,
+        columns, width, errors,
+    ):  # fmt: skip
+        """A block reports what is not finite in what it has read; each array is reported by the first blocks to."""
+        warp = np.int32(cuda.threadIdx.x >> 5)
+        lane = np.int64(cuda.laneid)
+        if first_sample == 0:
+            for column in range(first_column + warp, min(first_column + GATE_COLUMNS, columns), WARPS):
+                row = np.int64(column)
+                report_not_finite(
+                    weights, weights_place[0] + row * weights_place[1], weights_place[2], lane, 1, np.int64(width),
+                    np.int64(32), row * width, errors, 32, FULL_MASK,
+                )  # fmt: skip
+        if first_column == 0:
+            for sample in range(first_sample + warp, min(first_sample + GATE_SAMPLES, samples), WARPS):
+                row = np.int64(sample)
+                rest = np.int64(width - columns)
+                report_not_finite(
+                    inputs, inputs_place[0] + row * inputs_place[1], inputs_place[2], lane, 1, rest, np.int64(32),
+                    row * rest, errors, 32, FULL_MASK,
+                )  # fmt: skip
+                if is_shared:
+                    report_not_finite(
+                        hidden, hidden_place[0] + row * hidden_place[1], hidden_place[2], lane, 1, np.int64(columns),
+                        np.int64(32), row * columns, errors, 32, FULL_MASK,
+                    )  # fmt: skip
+
     @cuda.jit
     def cifg_gates_kernel(
         hidden,
@@ -260,104 +289,95 @@ def gates_kernel(vector: int, is_shared: bool):
         if block >= tile_blocks:
             matrix = np.int32(block - tile_blocks)
             write_start(matrix, columns, power_vector, hidden, hidden_place, is_shared, starts, scratch, errors)
-            return
-        thread = np.int32(cuda.threadIdx.x)
-        warp = np.int32(thread >> 5)
-        tile = whole_quotient(block, split)
-        part = np.int32(block - tile * split)
-        tiles_down = np.int32((columns + GATE_COLUMNS - 1) >> 5)
-        tile_x = whole_quotient(tile, tiles_down)
-        first_sample = np.int32(tile_x * GATE_SAMPLES)
-        first_column = np.int32((tile - tile_x * tiles_down) * GATE_COLUMNS)
-        own_sample = np.int32((cuda.laneid >> 3) * TALL)
-        own_column = np.int32((cuda.laneid & 7) * WIDE)
-        sample_tile = np.int32(warp * 2 * TILE)
-        weight_tile = np.int32(sample_tile + TILE)
-        own_row = np.int32(cuda.laneid * vector >> 4)
-        cell = np.int32((cuda.laneid * vector & 15) * PITCH + own_row)
-        sample_row = np.int32(first_sample + own_row)
-        weight_row = np.int32(first_column + own_row)
-        step = np.int32(split * WARPS * DEPTH)
-        works = first_sample + own_sample < samples and first_column + own_column < columns
-        for product in range(PRODUCTS):
-            sums[product] = _ZERO
-        start = np.int32((part * WARPS + warp) * DEPTH)
-        load_stretch(
-            hidden, hidden_place, columns, inputs, inputs_place, width, sample_row, samples, start, sample_words
-        )
-        load_stretch(
-            weights, weights_place, width, weights, weights_place, width, weight_row, columns, start, weight_words
-        )
-        while start < width:
-            sync_warp()  # the stretch before has been used
-            unpack(hidden, sample_words, values)
-            stage(values, tiles, sample_tile + cell)
-            unpack(weights, weight_words, values)
-            stage(values, tiles, weight_tile + cell)
-            left = np.int32(width - start)
-            start = np.int32(start + step)
+        else:
+            thread = np.int32(cuda.threadIdx.x)
+            warp = np.int32(thread >> 5)
+            tile = whole_quotient(block, split)
+            part = np.int32(block - tile * split)
+            tiles_down = np.int32((columns + GATE_COLUMNS - 1) >> 5)
+            tile_x = whole_quotient(tile, tiles_down)
+            first_sample = np.int32(tile_x * GATE_SAMPLES)
+            first_column = np.int32((tile - tile_x * tiles_down) * GATE_COLUMNS)
+            own_sample = np.int32((cuda.laneid >> 3) * TALL)
+            own_column = np.int32((cuda.laneid & 7) * WIDE)
+            sample_tile = np.int32(warp * 2 * TILE)
+            weight_tile = np.int32(sample_tile + TILE)
+            own_row = np.int32(cuda.laneid * vector >> 4)
+            cell = np.int32((cuda.laneid * vector & 15) * PITCH + own_row)
+            sample_row = np.int32(first_sample + own_row)
+            weight_row = np.int32(first_column + own_row)
+            step = np.int32(split * WARPS * DEPTH)
+            works = first_sample + own_sample < samples and first_column + own_column < columns
+            for product in range(PRODUCTS):
+                sums[product] = _ZERO
+            start = np.int32((part * WARPS + warp) * DEPTH)
             load_stretch(
                 hidden, hidden_place, columns, inputs, inputs_place, width, sample_row, samples, start, sample_words
             )
             load_stretch(
                 weights, weights_place, width, weights, weights_place, width, weight_row, columns, start, weight_words
             )
-            sync_warp()  # the stretch is staged
-            if works:
-                multiply_tiles(tiles, sample_tile + own_sample, weight_tile + own_column, left, product_buffers)
-        leave_products(tiles, warp, own_sample, own_column, sums)
-        for place in range(thread, PART, GATE_THREADS):
-            total = _ZERO
-            for other in range(WARPS):
-                total += element_at(tiles, other * PART + place)
-            set_element(tiles, place, total)
-            if split > 1:
-                set_element(tile_parts, np.int64(block) * PART + place, total)
-        if split > 1 and not last_arrival(counters, np.int64(tile), split, shared_flag):
-            return
-        bad = _ZERO
-        for place in range(thread, PART, GATE_THREADS):
-            sample = np.int64(first_sample + (place >> 5))
-            column = np.int64(first_column + (place & 31))
-            total = element_at(tiles, place)
-            if split > 1:
+            while start < width:
+                sync_warp()  # the stretch before has been used
+                unpack(hidden, sample_words, values)
+                stage(values, tiles, sample_tile + cell)
+                unpack(weights, weight_words, values)
+                stage(values, tiles, weight_tile + cell)
+                left = np.int32(width - start)
+                start = np.int32(start + step)
+                load_stretch(
+                    hidden, hidden_place, columns, inputs, inputs_place, width, sample_row, samples, start, sample_words
+                )
+                load_stretch(
+                    weights,
+                    weights_place,
+                    width,
+                    weights,
+                    weights_place,
+                    width,
+                    weight_row,
+                    columns,
+                    start,
+                    weight_words,
+                )
+                sync_warp()  # the stretch is staged
+                if works:
+                    multiply_tiles(tiles, sample_tile + own_sample, weight_tile + own_column, left, product_buffers)
+            leave_products(tiles, warp, own_sample, own_column, sums)
+            for place in range(thread, PART, GATE_THREADS):
                 total = _ZERO
-                for other in range(split):
-                    total += element_at(tile_parts, (np.int64(tile) * split + other) * PART + place)
-            if sample < samples and column < columns:
-                if not_finite(total):
-                    bad = _ONE
-                    total = careful_total(
-                        hidden, hidden_place, inputs, inputs_place, weights, weights_place, sample, column, columns,
-                        width,
+                for other in range(WARPS):
+                    total += element_at(tiles, other * PART + place)
+                set_element(tiles, place, total)
+                if split > 1:
+                    set_element(tile_parts, np.int64(block) * PART + place, total)
+            if split == 1 or last_arrival(counters, np.int64(tile), split, shared_flag):
+                bad = _ZERO
+                for place in range(thread, PART, GATE_THREADS):
+                    sample = np.int64(first_sample + (place >> 5))
+                    column = np.int64(first_column + (place & 31))
+                    total = element_at(tiles, place)
+                    if split > 1:
+                        total = _ZERO
+                        for other in range(split):
+                            total += element_at(tile_parts, (np.int64(tile) * split + other) * PART + place)
+                    if sample < samples and column < columns:
+                        if not_finite(total):
+                            bad = _ONE
+                            total = careful_total(
+                                hidden, hidden_place, inputs, inputs_place, weights, weights_place, sample, column,
+                                columns, width,
+                            )  # fmt: skip
+                        flat = sample * columns + column
+                        own = bias[bias_origin + column * bias_stride]
+                        total = with_bias(total, own, column, sample == 0, flat, True, errors)
+                        activations[flat] = total
+                        if forget_gate_out.size > 0:
+                            forget_gate_out[flat] = sigmoid_pair(total)[0]
+                if _block_max(bad, scratch, scratch, 0) > _ZERO:
+                    report_tile(
+                        hidden, hidden_place, inputs, inputs_place, weights, weights_place, first_sample, samples,
+                        first_column, columns, width, errors,
                     )  # fmt: skip
-                flat = sample * columns + column
-                own = bias[bias_origin + column * bias_stride]
-                total = with_bias(total, own, column, sample == 0, flat, True, errors)
-                activations[flat] = total
-                if forget_gate_out.size > 0:
-                    forget_gate_out[flat] = sigmoid_pair(total)[0]
-        if _block_max(bad, scratch, scratch, 0) > _ZERO:
-            # Each array is reported by the first blocks that read it.
-            if first_sample == 0:
-                for column in range(first_column + warp, min(first_column + GATE_COLUMNS, columns), WARPS):
-                    row = np.int64(column)
-                    report_not_finite(
-                        weights, weights_origin + row * weights_stride0, weights_stride1, np.int64(cuda.laneid), 1,
-                        np.int64(width), np.int64(32), row * width, errors, 32, FULL_MASK,
-                    )  # fmt: skip
-            if first_column == 0:
-                for sample in range(first_sample + warp, min(first_sample + GATE_SAMPLES, samples), WARPS):
-                    row = np.int64(sample)
-                    rest = np.int64(width - columns)
-                    report_not_finite(
-                        inputs, inputs_origin + row * inputs_stride0, inputs_stride1, np.int64(cuda.laneid), 1, rest,
-                        np.int64(32), row * rest, errors, 32, FULL_MASK,
-                    )  # fmt: skip
-                    if is_shared:
-                        report_not_finite(
-                            hidden, hidden_origin + row * hidden_stride0, hidden_stride1, np.int64(cuda.laneid), 1,
-                            np.int64(columns), np.int64(32), row * columns, errors, 32, FULL_MASK,
-                        )  # fmt: skip
 
     return cifg_gates_kernel

@@ -1,7 +1,7 @@
 """The kernel that keeps matrix memories within their spectral bound: certificates, the iteration, the projection.
 
-A group of blocks has a matrix at a time, each block some of its rows and some of its columns. Where a certificate or
-the products that the update left settle that sigma_max is within the bound, the group is done. Else it sweeps over its
+A group of blocks has a matrix at a time, each block some of its rows and some of its columns. Where the update has
+settled that sigma_max is within the bound, the group is done. Else it looks for a certificate, then sweeps over its
 rows, in registers, as often as it takes, and in the end projects them. docs/cifg.md has the derivation.
 """
 
@@ -276,48 +276,24 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                             values[part * vector + element] = finite_or_zero(value)
                         store(output, offset + column, values, part * vector)
 
-    @cuda.jit
-    def cifg_spectrum_kernel(
-        output,
-        matrices,
-        columns,
-        pitch,
-        tile,
-        blocks,
-        block_rows,
-        tile_rows,
-        warps_a_row,
-        group_floats,
-        area_floats,
-        hidden,
-        hidden_origin,
-        hidden_stride0,
-        hidden_stride1,
-        shared_samples,
-        activations,
-        power_vector,
-        sigma_bound,
-        sigma_out,
-        totals,
-        work,
-        flags,
-        counters,
-        spectral_bound,
-        power_iterations,
-        clips,
-        only_checks,
-        errors,
-    ):
-        group = whole_quotient(np.int32(cuda.blockIdx.x), blocks)
-        groups = whole_quotient(np.int32(cuda.gridDim.x), blocks)
-        # As a rule all is settled, and this is all there is to do.
-        first_open = group
-        while only_checks == 0 and first_open < matrices:
-            if not element_at(totals, np.int64(first_open) * TOTALS + SETTLED) > _ZERO:
+    @cuda.jit(device=True)
+    def next_open(matrix, matrices, groups, totals, only_checks):
+        """The first of a group's matrices, from this one on, that the update has not settled."""
+        while only_checks == 0 and matrix < matrices:
+            if not element_at(totals, np.int64(matrix) * TOTALS + SETTLED) > _ZERO:
                 break
-            first_open = opaque(np.int32(first_open + groups))
-        if first_open >= matrices:
-            return
+            matrix = opaque(np.int32(matrix + groups))
+        return matrix
+
+    @cuda.jit(device=True)
+    def search(
+        first_open, group, groups,
+        output, matrices, columns, pitch, tile, blocks, block_rows, tile_rows, warps_a_row, group_floats,
+        area_floats, hidden, hidden_origin, hidden_stride0, hidden_stride1, shared_samples, activations,
+        power_vector, sigma_bound, sigma_out, totals, work, flags, counters, spectral_bound,
+        power_iterations, clips, only_checks, errors,
+    ):  # fmt: skip
+        """All that there is to do for the matrices of a group from ``first_open`` on. The arguments of the kernel."""
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         row_scratch = cuda.shared.array(ROW_SCRATCH, np.float32)
         cells = cuda.shared.array(BLOCK_CELLS, np.float32)
@@ -354,13 +330,12 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         certifies = sigma_bound.size > 0 and only_checks == 0
         phase = 0
         parity = 0
-        for matrix in range(first_open, matrices, groups):
+        matrix = first_open
+        while matrix < matrices:
             matrix_offset = np.int64(matrix) * columns * columns
             shape = (np.int64(matrix), columns, pitch, first_row, end_row, tile_rows, warps_a_row)
             place = (matrix_offset, row_products, tile, group_work)
             totals_place = np.int64(matrix) * TOTALS
-            if only_checks == 0 and element_at(totals, totals_place + SETTLED) > _ZERO:
-                continue
             cuda.syncthreads()  # the matrix before no longer needs the area
             # A check starts elsewhere than what it checks.
             warm, squares_h, rest_scale = stage_vectors(
@@ -695,5 +670,51 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                 sigma_bound[matrix] = upper
             if sigma_out.size > 0 and only_checks == 0 and rank == 0 and thread == 0:
                 sigma_out[matrix] = estimate
+            matrix = next_open(np.int32(matrix + groups), matrices, groups, totals, only_checks)
+
+    @cuda.jit
+    def cifg_spectrum_kernel(
+        output,
+        matrices,
+        columns,
+        pitch,
+        tile,
+        blocks,
+        block_rows,
+        tile_rows,
+        warps_a_row,
+        group_floats,
+        area_floats,
+        hidden,
+        hidden_origin,
+        hidden_stride0,
+        hidden_stride1,
+        shared_samples,
+        activations,
+        power_vector,
+        sigma_bound,
+        sigma_out,
+        totals,
+        work,
+        flags,
+        counters,
+        spectral_bound,
+        power_iterations,
+        clips,
+        only_checks,
+        errors,
+    ):
+        group = whole_quotient(np.int32(cuda.blockIdx.x), blocks)
+        groups = whole_quotient(np.int32(cuda.gridDim.x), blocks)
+        # As a rule all is settled, and this is all there is to do.
+        first_open = next_open(group, matrices, groups, totals, only_checks)
+        if first_open < matrices:
+            search(
+                first_open, group, groups,
+                output, matrices, columns, pitch, tile, blocks, block_rows, tile_rows, warps_a_row,
+                group_floats, area_floats, hidden, hidden_origin, hidden_stride0, hidden_stride1,
+                shared_samples, activations, power_vector, sigma_bound, sigma_out, totals, work, flags,
+                counters, spectral_bound, power_iterations, clips, only_checks, errors,
+            )  # fmt: skip
 
     return cifg_spectrum_kernel

@@ -371,26 +371,28 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         first_block = np.int32(matrix * blocks)
         counter = np.int32(matrix * 2 * ((blocks + PARTS_TOGETHER - 1) >> PARTS_SHIFT))
         own_part, count, step = rank, blocks, np.int32(1)
-        goes_on = True
+        goes_on, is_last = True, False
         while goes_on:
             own_set = np.int32(own_part >> PARTS_SHIFT)
             members = np.int32(min(PARTS_TOGETHER, count - (own_set << PARTS_SHIFT)))
-            if not last_arrival(counters, np.int64(counter + own_set), members, shared_flag):
-                return
-            first = np.int32(first_block + (own_set << PARTS_SHIFT) * step)
-            together(
-                z_parts, sums, first, step, members, columns, pitch, area, tile, cells, row_scratch,
-                (part_words, part_values, start_values),
+            goes_on = last_arrival(counters, np.int64(counter + own_set), members, shared_flag)
+            if goes_on:
+                first = np.int32(first_block + (own_set << PARTS_SHIFT) * step)
+                together(
+                    z_parts, sums, first, step, members, columns, pitch, area, tile, cells, row_scratch,
+                    (part_words, part_values, start_values),
+                )  # fmt: skip
+                is_last = count <= PARTS_TOGETHER
+                goes_on = not is_last
+                own_part = own_set
+                count = np.int32((count + PARTS_TOGETHER - 1) >> PARTS_SHIFT)
+                counter = np.int32(counter + count)
+                step = np.int32(step << PARTS_SHIFT)
+        if is_last:
+            cuda.syncthreads()  # the sums of the matrix are in the cells
+            settle_matrix(
+                matrix, columns, pitch, tile, area, cells, power_vector, sigma_bound, sigma_out, totals,
+                spectral_bound, warm, _ONE if is_shared else math.sqrt(squares_h), scratch,
             )  # fmt: skip
-            goes_on = count > PARTS_TOGETHER
-            own_part = own_set
-            count = np.int32((count + PARTS_TOGETHER - 1) >> PARTS_SHIFT)
-            counter = np.int32(counter + count)
-            step = np.int32(step << PARTS_SHIFT)
-        cuda.syncthreads()  # the sums of the matrix are in the cells
-        settle_matrix(
-            matrix, columns, pitch, tile, area, cells, power_vector, sigma_bound, sigma_out, totals, spectral_bound,
-            warm, _ONE if is_shared else math.sqrt(squares_h), scratch,
-        )  # fmt: skip
 
     return cifg_update_rows_kernel
