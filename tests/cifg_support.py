@@ -188,7 +188,7 @@ def terms_of(inputs, expected, shared):
     return forget[..., :, np.newaxis] * C + written
 
 
-def assert_cifg(outcome, inputs, bound=0.95, *, shared=None, projection="clip", together=False):
+def assert_cifg(outcome, inputs, bound=0.95, *, shared=None, projection="clip", together=False, spread=0.0):
     """Everything that either function promises of its outputs, where the power steps have come to an end.
 
     ``together``: the relative error is that of a whole batch, and a matrix of it is held to the size of what was added
@@ -198,7 +198,7 @@ def assert_cifg(outcome, inputs, bound=0.95, *, shared=None, projection="clip", 
     assert outcome.memory.shape == expected.memory.shape and outcome.memory.dtype == np.float32
     assert np.isfinite(outcome.memory).all() and np.isfinite(outcome.sigma).all()
     d = inputs.C.shape[-1]
-    limit = LIMITS["float32"]
+    limit = max(LIMITS["float32"], spread)
     sigmas = np.atleast_1d(expected.sigma)
     sizes = expected.memory
     if together:
@@ -227,12 +227,22 @@ def assert_cifg(outcome, inputs, bound=0.95, *, shared=None, projection="clip", 
     assert (outcome.counts, outcome.first) == (expected.counts, expected.first)
 
 
-def check_cifg(inputs, bound=0.95, *, shared=None, projection="clip", power_iterations=100, together=False, **options):
+def check_cifg(
+    inputs,
+    bound=0.95,
+    *,
+    shared=None,
+    projection="clip",
+    power_iterations=100,
+    together=False,
+    spread=0.0,
+    **options,
+):
     """Run an update and hold it to everything it promises. Returns the outcome."""
     outcome = run_cifg(
         inputs, bound, shared=shared, projection=projection, power_iterations=power_iterations, **options
     )
-    assert_cifg(outcome, inputs, bound, shared=shared, projection=projection, together=together)
+    assert_cifg(outcome, inputs, bound, shared=shared, projection=projection, together=together, spread=spread)
     return outcome
 
 

@@ -234,8 +234,12 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         return result
 
     @cuda.jit(device=True)
-    def project_rows(output, shape, place, area, scratch, buffers, factor, cut):
-        """Each row becomes factor (row - cut (row v) vᵀ), v the unit vector at 0 in the area."""
+    def project_rows(output, shape, place, area, scratch, buffers, factor, cuts, kept):
+        """Each row becomes ``factor`` times itself or, with ``cuts``, loses all but ``kept`` of its part along v.
+
+        v is the unit vector at 0 in the area. A row may be thousands of times longer than what is left of it: the part
+        along v is taken away whole, as exactly as can be, before what is kept of it is put back.
+        """
         _matrix, columns, _pitch, first_row, end_row, tile_rows, warps_a_row = shape
         words, values, few_words, few, _z = buffers
         own, start, span, _leads = start_sweep(warps_a_row, vector, warp_columns)
@@ -244,24 +248,30 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
             row = np.int32(tile_row + own)
             end = columns if row < end_row else np.int32(0)
             offset = place[0] + np.int64(row) * columns
-            product = _ZERO
+            product, again = _ZERO, _ZERO
             load(output, offset + start, 1, np.int32(end - start), words)
             fetch(output, offset, row, end_row, columns, tile_rows, start, 1, ROWS_AHEAD)
-            if cut != _ZERO:
-                for first in range(start, columns if not staged else start + 1, span):
-                    left = np.int32(end - first)
-                    if first != start:
-                        load(output, offset + first, 1, left, words)
-                    unpack(output, words, values)
-                    for part in range(parts):
-                        if part * stride < left:
-                            column = first + part * stride
-                            area_vector(area, column, few_words, few)
-                            for element in range(vector):
-                                product += values[part * vector + element] * few[element]
-                product = row_sum(product, scratch, 48 + 48 * parity, warps_a_row)
-                product *= cut
-                parity ^= 1
+            if cuts:
+                for turn in range(2):
+                    total = _ZERO
+                    for first in range(start, columns if not staged else start + 1, span):
+                        left = np.int32(end - first)
+                        if not staged:
+                            load(output, offset + first, 1, left, words)
+                        unpack(output, words, values)
+                        for part in range(parts):
+                            if part * stride < left:
+                                area_vector(area, first + part * stride, few_words, few)
+                                for element in range(vector):
+                                    value = values[part * vector + element] - product * few[element]
+                                    total += value * few[element]
+                    total = row_sum(total, scratch, 48 + 48 * parity, warps_a_row)
+                    parity ^= 1
+                    if turn == 0:
+                        product = total
+                    else:
+                        again = total
+            back = again - (product + again) * kept
             for first in range(start, columns if not staged else start + 1, span):
                 left = np.int32(end - first)
                 if not staged:
@@ -272,8 +282,8 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                         column = first + part * stride
                         area_vector(area, column, few_words, few)
                         for element in range(vector):
-                            value = (values[part * vector + element] - product * few[element]) * factor
-                            values[part * vector + element] = finite_or_zero(value)
+                            value = values[part * vector + element] - product * few[element]
+                            values[part * vector + element] = finite_or_zero((value - back * few[element]) * factor)
                         store(output, offset + column, values, part * vector)
 
     @cuda.jit(device=True)
@@ -636,11 +646,13 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                         length += v * v
                     length, _unused, _unused2 = _block_sum3(length, _ZERO, _ZERO, scratch, scratch, phase)
                     phase ^= 1
-                    sigma = math.sqrt(theta_first)
-                    cut = (_ONE - target / sigma) / length if cuts else _ZERO
-                    project_rows(
-                        output, shape, place, area, row_scratch, buffers, _ONE if cuts else target / estimate_used, cut
-                    )
+                    scale = _ONE / math.sqrt(length) if length > _ZERO else _ZERO
+                    for column in range(thread, columns, threads):
+                        area[column] *= scale
+                    cuda.syncthreads()  # v is complete
+                    kept = target / math.sqrt(theta_first)
+                    factor = _ONE if cuts else target / estimate_used
+                    project_rows(output, shape, place, area, row_scratch, buffers, factor, cuts, kept)
                     # Sigma may exceed its estimate by what the residual allows, and the second value its own.
                     after = target * math.sqrt((theta_first + residual_first) / theta_first)
                     if cuts and stage == 1:
