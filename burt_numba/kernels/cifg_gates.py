@@ -172,16 +172,18 @@ def gates_kernel(vector: int, is_shared: bool):
         """A lane's cells of 16 columns of 32 rows: of ``first`` up to its columns, then of ``second``; 0 elsewhere."""
         origin, stride0, stride1 = first_place
         second_origin, second_stride0, second_stride1 = second_place
+        # All of a lane's cells are in one column of its rows, and one of the two.
         place = np.int32(start + (cuda.laneid * vector & 15))
+        is_first = place < first_columns
+        step = place if is_first else place - first_columns
+        if vector == 1:
+            step *= stride1 if is_first else second_stride1
+        source = first if is_first else second
+        row_stride = stride0 if is_first else second_stride0
+        offset = (origin if is_first else second_origin) + step + row * row_stride
         for part in range(parts):
-            own_row = np.int32(row + part * rows_a_part)
-            if own_row < rows and place < width:
-                if place < first_columns:
-                    step = place if vector > 1 else place * stride1
-                    load(first, origin + own_row * stride0 + step, words, part * vector)
-                else:
-                    step = place - first_columns if vector > 1 else (place - first_columns) * second_stride1
-                    load(second, second_origin + own_row * second_stride0 + step, words, part * vector)
+            if row + part * rows_a_part < rows and place < width:
+                load(source, offset + part * rows_a_part * row_stride, words, part * vector)
             else:
                 for element in range(vector):
                     words[part * vector + element] = np.uint32(0)
