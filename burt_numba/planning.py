@@ -46,7 +46,8 @@ def plan(name: str, *, compute_capability: tuple[int, int] = (9, 0), **dims: Any
         ``constrained_softmax``: batch_size, num_classes. ``attention_softmax``: batch_size, num_heads, seq_len
         (queries), key_len (seq_len), masked (False), causal (False), causal_offset (0). Both: dtype ("float32").
         ``cifg_update``: d_model, input_dim (d + n). ``batched_cifg_update``: batch_size, too, and shared_memory_mode
-        (False). Both: multiprocessors (132) of the device.
+        (False). Both: multiprocessors (132) of the device. Their input bytes are those of the documented table, which
+        leaves out W_f, and of a batch all but C; temporary bytes count the workspace that the functions keep.
 
     Returns
     -------

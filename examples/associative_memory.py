@@ -12,6 +12,7 @@ each row (W_f = 0, and b_f sets it), writes h hᵀ, and is read as C h.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import math
 from pathlib import Path
 
@@ -89,6 +90,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Recall of digits from a memory, with and without a spectral bound.")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw what is read back (needs Matplotlib)")
     options = parser.parse_args()
+    # Before the work, which would be in vain without it.
+    if options.picture and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--picture needs Matplotlib: pip install matplotlib")
 
     pixels, labels = load_images()
     mean = pixels.mean(axis=0)

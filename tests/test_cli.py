@@ -551,7 +551,7 @@ def test_run_a_memory_on_no_samples(run, tmp_path, shared):
         (("attention_softmax", "--input", "scores.npy", "--causal-offset", "1"), "has no effect without --causal"),
         (("cifg_update", "--input", "two.npz"), "holds no array named C (it holds: logits, labels)"),
         (("cifg_update", "--input", "memory.npz"), "memory.npz: holds no array named x (it holds: C, h, W_f, b_f)"),
-        (("batched_cifg_update", "--input", "memory.npz"), "holds no array named H (it holds: C, W_f, b_f)"),
+        (("batched_cifg_update", "--input", "memory.npz"), "holds no array named H (it holds: C, h, W_f, b_f)"),
         (("cifg_update", "--input", "good.npy"), "good.npy: holds no array named h (it holds: C)"),
         (("cifg_update", "--input", "update.npz"), "cifg_update: C: expected shape (3, 3), got "),
         (("cifg_update", "--input", "update.npz", "--spectral-bound", "0"), "cifg_update: spectral_bound: "),

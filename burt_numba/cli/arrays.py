@@ -15,8 +15,8 @@ from burt_numba.cli.errors import UsageError
 _MAGIC = (b"PK\x03\x04", b"PK\x05\x06", np.lib.format.MAGIC_PREFIX[:4])
 
 
-def load(path: Path, main: str, optional: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """Read the array ``main``, and those of ``optional`` that are there, from an ``.npz`` or ``.npy`` file.
+def load(path: Path, main: str, optional: Sequence[str] = (), required: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """Read ``main``, the ``required`` arrays and the ``optional`` ones that are there, from an .npz or .npy file.
 
     An array that is alone in its file is ``main`` whatever its name.
     """
@@ -28,15 +28,15 @@ def load(path: Path, main: str, optional: Sequence[str] = ()) -> dict[str, np.nd
                 raise UsageError(f"{path}: neither an .npz nor an .npy file")
             file.seek(0)
             loaded = np.load(file, allow_pickle=False)
-            if isinstance(loaded, np.ndarray):
-                return {main: loaded}
-            names = loaded.files
-            if len(names) == 1 and names[0] not in optional:
-                return {main: loaded[names[0]]}
-            if main not in names:
-                held = ", ".join(names) or "nothing"
-                raise UsageError(f"{path}: holds no array named {main} (it holds: {held})")
-            return {name: loaded[name] for name in (main, *optional) if name in names}
+            arrays = {main: loaded} if isinstance(loaded, np.ndarray) else loaded
+            names = list(arrays)
+            if len(names) == 1 and names[0] not in (*optional, *required):
+                arrays, names = {main: arrays[names[0]]}, [main]
+            for name in (main, *required):
+                if name not in names:
+                    held = ", ".join(names) or "nothing"
+                    raise UsageError(f"{path}: holds no array named {name} (it holds: {held})")
+            return {name: arrays[name] for name in (main, *required, *optional) if name in names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path}: cannot be read ({reason})") from None

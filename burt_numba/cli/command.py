@@ -150,7 +150,8 @@ def build_parser() -> argparse.ArgumentParser:
         description="Sizes of constrained_softmax: --batch-size --num-classes. Of attention_softmax: --batch-size "
         "--num-heads --seq-len, and --key-len --masked --causal --causal-offset. "
         "Of both: --dtype. "
-        "Of cifg_update: --d-model --input-dim; of batched_cifg_update: --batch-size and --shared-memory-mode as well; "
+        "Of cifg_update: --d-model --input-dim (length of [h; x], d + n); of batched_cifg_update: --batch-size and "
+        "--shared-memory-mode as well; "
         "of both: --multiprocessors. Of all: --compute-capability. "
         "Example: burt-numba plan constrained_softmax --batch-size 32 --num-classes 50000",
     )

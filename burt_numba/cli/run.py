@@ -179,10 +179,7 @@ def run_memory(
     check_output(output, source)
     batched = shared_memory_mode is not None
     names = ("C", "H", "X", "W_f", "b_f") if batched else ("C", "h", "x", "W_f", "b_f")
-    arrays = load(source, names[0], names[1:])
-    for name in names:
-        if name not in arrays:
-            raise UsageError(f"{source}: holds no array named {name} (it holds: {', '.join(arrays)})")
+    arrays = load(source, names[0], required=names[1:])
     inputs = [without_float64(name, arrays[name]) for name in names]
     # Of any order in the file; a memory has to be C-contiguous.
     memory = inputs[0] = np.ascontiguousarray(inputs[0])

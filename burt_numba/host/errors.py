@@ -38,7 +38,10 @@ _UNITS = {
         "row that cannot reach its entropy bound",
         "rows that cannot reach their entropy bounds",
     ),
-    BurtError.SPECTRAL_OVERFLOW: ("matrix still over its spectral bound", "matrices still over their spectral bounds"),
+    BurtError.SPECTRAL_OVERFLOW: (
+        "matrix that may be over its spectral bound",
+        "matrices that may be over their spectral bounds",
+    ),
     BurtError.CAPACITY_FULL: ("dropped token", "dropped tokens"),
     BurtError.DIM_MISMATCH: ("value out of its range", "values out of their range"),
 }

@@ -31,7 +31,8 @@ class LaunchPlan:
 class Plan:
     """The documented launch of a function, the launches that it really makes, and the memory it touches (bytes).
 
-    ``temporary_bytes`` is what the documented layout counts beside input and output; no launch allocates anything.
+    ``temporary_bytes`` is what the documented layout counts beside input and output; no launch allocates anything. Of
+    memories it holds as well what the workspace of a stream takes, which is allocated once and kept.
     """
 
     name: str
