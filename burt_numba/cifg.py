@@ -6,6 +6,7 @@ cifg_spectrum.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,13 +24,14 @@ from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
 from burt_numba.host.operation import Answer, Operation, Request
 from burt_numba.host.plans import LaunchPlan, Plan, dimension, refuse_unknown, whole_warps
 from burt_numba.softmax_launches import StridedRows
-from burt_numba.target import GATE_COLUMNS, GATE_THREADS
+from burt_numba.target import COUNTER_STRIDE, GATE_COLUMNS, GATE_THREADS
 
 _NAMES = ("C", "h", "x", "W_f", "b_f", "power_vector", "sigma_bound", "sigma_out", "forget_gate_out", "out")
 _BATCHED_NAMES = ("C", "H", "X", "W_f", "b_f", *_NAMES[5:])
 _C, _H, _X, _W, _B, _POWER, _SIGMA_BOUND, _SIGMA, _GATE, _OUT = range(len(_NAMES))
-_WORK, _FLAGS, _COUNTERS = range(len(_NAMES), len(_NAMES) + 3)
+_WORK, _FLAGS, _COUNTERS, _BARRIERS = range(len(_NAMES), len(_NAMES) + 4)
 _GATE_BLOCK = 256
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 _PROJECTIONS = ("clip", "scale")
 _MOST_COLUMNS = 46_340
 """d * d below 2**31: rows and columns of a matrix are 32-bit numbers in the kernel. (Such a matrix takes 8 GiB.)"""
@@ -239,8 +241,9 @@ def _call(
 def _check_numbers(name: str, bound: Any, iterations: Any, projection: Any) -> tuple[float, int, str]:
     if not isinstance(projection, str) or projection not in _PROJECTIONS:
         raise BurtDimensionError(f"{name}: projection: expected one of {', '.join(_PROJECTIONS)}, got {projection!r}")
+    number = require_number(name, "spectral_bound", bound, 0.0, strict=True)
     return (
-        require_number(name, "spectral_bound", bound, 0.0, strict=True),
+        number if number <= _FLOAT32_MAX else math.inf,
         min(require_count(name, "power_iterations", iterations, 0), 2**31 - 1),
         projection,
     )
@@ -348,7 +351,7 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
     work, update_z, update_sums, activations, areas, totals, starts, tile_parts, writes, mean_gates = places
     flags = Array(_FLAGS, "i4", (matrices * 2 * columns,))
     counts = plan.counters(matrices)
-    group_counters, update_counters, tile_counters = (
+    update_counters, tile_counters = (
         Array(_COUNTERS, "i8", (count,), offset=8 * sum(counts[:place])) for place, count in enumerate(counts)
     )
     launches = []
@@ -468,7 +471,7 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
                 totals,
                 work,
                 flags,
-                group_counters,
+                Array(_BARRIERS, "i8", (COUNTER_STRIDE * plan.groups,)),
                 CallNumber(0, "f4"),
                 CallNumber(1, "i4"),
                 Number(clips and not shared, "i4"),

@@ -116,16 +116,16 @@ class MemoryLaunches(NamedTuple):
         )
         return tuple(_whole(part, 4) for part in parts)
 
-    def counters(self, matrices: int) -> tuple[int, int, int]:
-        """Counters of the groups of the last launch, of the blocks of the update, and of the tiles of gates."""
+    def counters(self, matrices: int) -> tuple[int, int]:
+        """Counters of the blocks of the update, and of the tiles of gates."""
         # Sets of blocks, sets of sets, and so on.
         update = matrices * 2 * -(-self.update.blocks // PARTS_TOGETHER)
-        return COUNTER_STRIDE * self.groups, update, self.tiles if self.split > 1 else 0
+        return update, self.tiles if self.split > 1 else 0
 
-    def workspace(self, columns: int, matrices: int, activations: int) -> tuple[int, int, int]:
+    def workspace(self, columns: int, matrices: int, activations: int) -> tuple[int, ...]:
         """Bytes of each kind of a workspace."""
         floats = sum(self.floats(matrices, activations))
-        return 4 * floats, 8 * columns * matrices, 8 * sum(self.counters(matrices))
+        return 4 * floats, 8 * columns * matrices, 8 * sum(self.counters(matrices)), 8 * COUNTER_STRIDE * self.groups
 
 
 def _whole(count: int, unit: int) -> int:

@@ -1,6 +1,7 @@
 """How cifg_update and batched_cifg_update are called: outputs, layouts, events, threads, graphs."""
 
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -27,8 +28,10 @@ from cifg_support import (
 from support import LIMITS, ON_GPU, Guarded, one_warning, poisoned, relative_error, to_host, to_target
 
 import burt_numba
-from burt_numba import BurtDimensionError, reference
+from burt_numba import BurtDimensionError, cifg, reference
 from burt_numba.backend import cuda
+from burt_numba.kernels import cifg_spectrum
+from burt_numba.target import COUNTER_STRIDE
 
 WITHIN = 1e4
 
@@ -438,3 +441,46 @@ def test_cuda_graph(d, shared):
 def test_the_reference_agrees_on_the_gates_that_these_tests_take_as_exact():
     gate = reference.cifg_update(*kept(np.eye(2))[:4], np.full(2, KEEPS)).forget_gate
     assert (gate.astype(np.float32) == 1).all()
+
+
+# Between calls -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.simulator_only("barriers of the simulator leave nothing behind: those of a GPU are put in their place")
+def test_turns_of_barriers_are_no_counters(monkeypatch):
+    """On devices without clusters a barrier counts its turns in device memory, and never begins again."""
+    simulated = cifg_spectrum.group_barrier
+
+    def counting_barrier(counters, group, blocks):
+        if cuda.threadIdx.x == 0:
+            cuda.atomic.add(counters, group * COUNTER_STRIDE + 1, 1)
+        simulated(counters, group, blocks)
+
+    monkeypatch.setattr(cifg_spectrum, "group_barrier", counting_barrier)
+    monkeypatch.setattr(cifg, "multiprocessors", lambda device: 27)
+    monkeypatch.setattr(cifg, "compute_capability", lambda device: (8, 0))
+    one, several = (random_inputs(43, 2, (batch,), seed=batch) for batch in (1, 3))
+    first = check_cifg(one, shared=False)
+    check_cifg(several, shared=False)
+    assert same_results(check_cifg(one, shared=False), first)
+
+
+def test_the_lowest_entry_that_overflows_is_told():
+    inputs = kept(np.zeros((8, 8)), np.full(8, 2e19))._replace(b_f=np.full(8, REPLACES))
+    outcome = run_cifg(inputs, 1e30)
+    assert (outcome.counts, outcome.first) == ({2: 64}, (0, 2))
+
+
+def test_an_empty_array_overlaps_nothing():
+    C = to_target(INPUTS.C.copy())
+    zeros = to_target(np.zeros(5, np.float32))
+    W_f = to_target(np.zeros((5, 5), np.float32))
+    burt_numba.cifg_update(C, zeros, C[1, :0], W_f, zeros)
+
+
+def test_a_bound_beyond_float32_is_none():
+    inputs = kept(np.eye(3) * 100)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        outcome = run_cifg(inputs, 1e39)
+    assert outcome.memory.tobytes() == inputs.C.tobytes()

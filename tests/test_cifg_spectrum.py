@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from cifg_support import (
     KEEPS,
+    REPLACES,
     check_cifg,
     expected_of,
     kept,
@@ -383,6 +384,71 @@ def test_a_skipped_projection_is_right(iterations):
     outcome = run_cifg(inputs, sigma_bound=[np.inf], power_iterations=iterations)
     assert outcome.memory.tobytes() == inputs.C.tobytes()
     assert 0.9 <= outcome.sigma_bound[0] <= 0.9 * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e10])
+def test_a_proof_for_a_memory_whose_products_are_of_no_use(scale):
+    """What was proved before is read by all threads, and written by one: it was read again after that."""
+    d = 36
+    C = normal((d, d), spread=0.3 / d**0.5) * np.float32(scale)
+    h = normal((d,), spread=1.0)
+    h *= np.float32((5.3 * scale) ** 0.5) / np.linalg.norm(h)
+    if scale == 1:
+        C[3, 4] = np.nan
+    inputs = kept(C, h)._replace(b_f=np.full(d, 3, np.float32))
+    outcome = run_cifg(inputs, BOUND * scale, sigma_bound=[0.7 * scale])
+    assert outcome.counts == ({1: 1} if scale == 1 else {})
+    assert sigma_of(outcome.memory) <= outcome.sigma_bound[0] <= BOUND * scale
+
+
+@pytest.mark.parametrize("value", [1.1, 2.0])
+def test_one_entry_that_the_first_vector_hardly_sees(value):
+    """The estimate is a lower bound of sigma: where it is above the bound, nothing is settled."""
+    C = np.zeros((128, 128), np.float32)
+    C[5, 48] = value
+    outcome = run_cifg(kept(C))
+    assert sigma_of(outcome.memory) <= WITHIN_PROMISE
+    assert outcome.sigma == pytest.approx(value, rel=1e-5)
+
+
+def test_a_vector_follows_its_memory_where_a_proof_settles_all():
+    d, vector, part, share = 48, np.zeros(48), 0.5, 0.25
+    h = np.zeros(d, np.float32)
+    outcome = run_cifg(kept(np.diag([0.99, 0.69] + [0] * (d - 2)), h), power_vector=vector)
+    # Row 0 decays: by the sum of squares within the bound, and the top direction is another one now.
+    biases = np.full(d, 40, np.float32)
+    biases[0] = np.log(0.65 / 0.3)
+    outcome = run_cifg(kept(outcome.memory, h)._replace(b_f=biases), power_vector=outcome.power_vector)
+    keeps = 1 / (1 + np.exp(-9.0))
+    for step in range(6):
+        h = np.zeros(d)
+        h[1], h[2 + step] = part, (1 - part**2) ** 0.5
+        h *= (share / (1 - keeps)) ** 0.5
+        inputs = kept(outcome.memory, h)._replace(b_f=np.full(d, 9, np.float32))
+        outcome = run_cifg(inputs, power_vector=outcome.power_vector)
+        assert sigma_of(outcome.memory) <= WITHIN_PROMISE, f"step {step}"
+
+
+@pytest.mark.parametrize("length", [1e2, 1e3, 3e3, 1e4, 1e5])
+@pytest.mark.parametrize("certificate", [True, False])
+def test_what_rounding_leaves_of_a_cut_is_told(length, certificate):
+    """Of a memory millions of times over its bound, cutting leaves the rounding of its entries."""
+    d = 32
+    h = normal((d,), spread=1.0)
+    inputs = kept(with_spectrum(np.linspace(0.6, 0.1, d)), h * np.float32(length) / np.linalg.norm(h))
+    inputs = inputs._replace(b_f=np.zeros(d, np.float32))
+    outcome = run_cifg(inputs, sigma_bound=[0.9] if certificate else None, power_iterations=100)
+    sigma = sigma_of(outcome.memory)
+    assert sigma <= WITHIN_PROMISE or outcome.counts == {4: 1}
+    assert length > 1e2 or outcome.counts == {}
+    if certificate:
+        assert sigma <= outcome.sigma_bound[0]
+
+
+def test_a_certificate_of_nothing_stays_infinite():
+    inputs = kept(np.zeros((4, 4)), np.full(4, 1.7e19))._replace(b_f=np.full(4, REPLACES))
+    outcome = run_cifg(inputs, np.inf, sigma_bound=[np.inf])
+    assert sigma_of(outcome.memory) <= outcome.sigma_bound[0]
 
 
 # A deliberately wrong projection must fail at the same limits ------------------------------------------------------

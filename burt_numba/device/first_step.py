@@ -24,7 +24,7 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _SMALL_TURN = np.float32(0.3)
 """Part of w in the best combination of v and w up to which the residual of v says enough."""
-SETTLED, SQUARES, WRITES, LOST, MOST_KEPT, PART_V, PART_W = range(7)
+SETTLED, SQUARES, WRITES, LOST, MOST_KEPT, PART_V, PART_W, BEFORE = range(8)
 """Cells of the totals of a matrix: whether it is within its bound, and what the search goes on from if not."""
 
 _block_sum3 = row_reductions(ANY_THREADS).sum3
@@ -46,14 +46,15 @@ def settle_matrix(
     a, b = _ONE, _ZERO
     settled = False
     estimate = _ZERO
+    before = sigma_bound[matrix] if sigma_bound.size > 0 else _ZERO
     if lost == _ZERO and is_in_range(squares):
         estimate = math.sqrt(squares) * ROUNDING_UP
-        settled = estimate <= spectral_bound
         if sigma_bound.size > 0:
-            estimate = minimum(estimate, weyl_bound(sigma_bound[matrix], most_kept, writes, hidden_norm))
-            settled = estimate <= spectral_bound
-        elif not settled:
-            # One power step with v, beside w.
+            estimate = minimum(estimate, weyl_bound(before, most_kept, writes, hidden_norm))
+        settled = estimate <= spectral_bound
+        if power_vector.size > 0 or (not settled and sigma_bound.size == 0):
+            # One power step with v, beside w. A carried vector takes it even where a proof has settled all: it says to
+            # the next call that it has followed this memory.
             theta, a, b = top_pair_of_two(vv, vw, ww)
             rr, length = _ZERO, _ZERO
             column = thread
@@ -66,11 +67,14 @@ def settle_matrix(
                 set_element(area, tile + column, step_v)
                 column = opaque(np.int32(column + cuda.blockDim.x))
             rr, length, _unused = _block_sum3(rr, length, _ZERO, scratch, scratch, 0)
-            # Of the residual of v, the part along w is no news.
-            rest = math.sqrt(maximum(rr - vw * vw, _ZERO))
-            factor = WARM_FACTOR if warm else COLD_FACTOR * math.sqrt(np.float32(columns))
-            settled = abs(b) <= _SMALL_TURN and theta + factor * rest <= spectral_bound * spectral_bound
-            estimate = math.sqrt(maximum(theta, vv + rr / vv if vv > _ZERO else _ZERO))
+            if not settled and sigma_bound.size == 0:
+                # Of the residual of v, the part along w is no news.
+                rest = math.sqrt(maximum(rr - vw * vw, _ZERO))
+                factor = WARM_FACTOR if warm else COLD_FACTOR * math.sqrt(np.float32(columns))
+                estimate = math.sqrt(maximum(theta, vv + rr / vv if vv > _ZERO else _ZERO))
+                settled = abs(b) <= _SMALL_TURN and theta + factor * rest <= spectral_bound * spectral_bound
+                # The estimate is a lower bound of sigma.
+                settled = settled and estimate <= spectral_bound
             if settled and power_vector.size > 0:
                 scale = reciprocal(square_root(length)) if length > _ZERO else _ZERO
                 column = thread
@@ -78,6 +82,7 @@ def settle_matrix(
                     value = element_at(area, tile + column) * scale
                     set_element(power_vector, np.int64(matrix) * columns + column, value)
                     column = opaque(np.int32(column + cuda.blockDim.x))
+    cuda.syncthreads()  # every thread has read what was proved before
     if thread == 0:
         if settled and sigma_bound.size > 0:
             sigma_bound[matrix] = estimate
@@ -91,3 +96,4 @@ def settle_matrix(
         set_element(totals, place + MOST_KEPT, most_kept)
         set_element(totals, place + PART_V, a)
         set_element(totals, place + PART_W, b)
+        set_element(totals, place + BEFORE, before)

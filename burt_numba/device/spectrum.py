@@ -17,6 +17,7 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
 _THIRD = np.float32(1.0 / 3.0)
+_INFINITY = np.float32(np.inf)
 
 WARM_FACTOR, COLD_FACTOR = np.float32(2.0), np.float32(10.0)
 """1 over the overlap with the top vector that is assumed of a carried vector; of a pseudo-random one, times sqrt(d)."""
@@ -33,9 +34,9 @@ def is_in_range(squares):
 
 @cuda.jit(device=True)
 def weyl_bound(before, most_kept, writes, hidden_norm):
-    """The bound of sigma that one of the memory ``before`` the update proves; the largest number where it is none."""
+    """The bound of sigma that one of the memory ``before`` the update proves; infinity where it is none."""
     bound = (most_kept * before + math.sqrt(writes) * hidden_norm) * ROUNDING_UP
-    return bound if before >= _ZERO and bound <= FLOAT32_MAX else FLOAT32_MAX
+    return bound if before >= _ZERO and bound <= FLOAT32_MAX else _INFINITY
 
 
 @cuda.jit(device=True)

@@ -76,12 +76,13 @@ class EventMemory:
 
 
 class Workspace:
-    """Memory that launches of one stream share, one call after another: floats, flags and counters.
+    """Memory that launches of one stream share, one call after another: floats, flags, counters and barriers.
 
-    Kernels leave flags and counters as they found them, zero. What was outgrown is kept: work in flight may use it.
+    Kernels leave flags and counters as they found them, zero. Barriers of groups keep the number of their turns, so
+    that they have memory of their own. What was outgrown is kept: work in flight may use it.
     """
 
-    KINDS = (4, 4, 8)
+    KINDS = (4, 4, 8, 8)
     """Bytes of a cell of each kind."""
 
     def __init__(self, device: int) -> None:
@@ -97,7 +98,7 @@ class Workspace:
         for kind, size in enumerate(needed):
             if size > self._bytes[kind]:
                 self._bytes[kind] = size = max(size, 2 * self._bytes[kind])
-                self.operands[kind] = self._allocate(size, ("f4", "i4", "i8")[kind])
+                self.operands[kind] = self._allocate(size, ("f4", "i4", "i8", "i8")[kind])
 
     def renew(self) -> None:
         """Take other memory from now on: a call that broke off may have left flags or counters that are not zero."""

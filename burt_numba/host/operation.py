@@ -245,6 +245,8 @@ class Operation:
             for other, description in enumerate(descriptions):
                 if other == writer or description is None or (other in self._written and other < writer):
                     continue
+                if 0 in description.shape:
+                    continue
                 same = (
                     is_out
                     and other == 0

@@ -17,8 +17,8 @@ from burt_numba.cifg_launches import CELLS, ROW_PRODUCTS, TOTALS, VECTORS
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.cluster import cluster_barrier
 from burt_numba.device.coherence import group_barrier
-from burt_numba.device.events import SPECTRAL_OVERFLOW, record_event
-from burt_numba.device.first_step import LOST, MOST_KEPT, PART_V, PART_W, SETTLED, SQUARES, WRITES
+from burt_numba.device.events import INF_INPUT, SPECTRAL_OVERFLOW, record_event
+from burt_numba.device.first_step import BEFORE, LOST, MOST_KEPT, PART_V, PART_W, SETTLED, SQUARES, WRITES
 from burt_numba.device.matrix_rows import (
     BLOCK_CELLS,
     ROW_SCRATCH,
@@ -34,7 +34,7 @@ from burt_numba.device.matrix_rows import (
 )
 from burt_numba.device.numeric import FLOAT32_MAX, maximum, minimum, opaque, sigmoid_pair, whole_quotient
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
-from burt_numba.device.rows import finite_or_zero
+from burt_numba.device.rows import finite_or_zero, not_finite
 from burt_numba.device.spectrum import (
     COLD_FACTOR,
     ROUNDING_UP,
@@ -66,6 +66,8 @@ _SECOND_ROUNDING = np.float32(1.0 + 2e-5)
 """On the bound for the second value, which a projection before may have left just there."""
 _CHECK_STEPS = 30
 """Steps of a check of the result, at least."""
+_ROUNDING = np.float32(1.2e-7)
+"""Times sigma, over the root of d: the largest singular value of the rounding of a memory's entries."""
 _TOLERANCE = np.float32(1e-3)
 """Over the bound, relative: what is promised of sigma after the projection."""
 _block = row_reductions(ANY_THREADS)
@@ -93,7 +95,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
             group_barrier(counters, group, blocks)
 
     @cuda.jit(device=True)
-    def repair_rows(output, shape, place, area, hidden, hidden_place, shared_samples, activations, flags):
+    def repair_rows(output, shape, place, area, hidden, hidden_place, shared_samples, activations, flags, errors):
         """Rows and columns that held something not finite become those of an update of zero. The thread's C'²."""
         matrix, columns, pitch, first_row, end_row, _tile_rows, _warps_a_row = shape
         origin, stride0, stride1 = hidden_place
@@ -118,7 +120,9 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                     else:
                         kept = sigmoid_pair(activations[np.int64(matrix) * columns + row])[1]
                         value = kept * area[2 * pitch + row] * area[2 * pitch + column]
-                    value = finite_or_zero(value)
+                    if not_finite(value):
+                        record_event(errors, INF_INPUT, 1, offset + column)
+                        value = _ZERO
                     output[offset + column] = value
                 squares += value * value
         return squares
@@ -363,7 +367,16 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                 # The products are of no use; sums of squares are made anew.
                 stepped = False
                 squares = repair_rows(
-                    output, shape, place, area, hidden, hidden_place, shared_samples, activations, matrix_flags
+                    output,
+                    shape,
+                    place,
+                    area,
+                    hidden,
+                    hidden_place,
+                    shared_samples,
+                    activations,
+                    matrix_flags,
+                    errors,
                 )
                 squares, _unused, _unused2 = _block_sum3(squares, _ZERO, _ZERO, scratch, scratch, phase)
                 phase ^= 1
@@ -393,7 +406,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                 upper = largest * np.float32(columns) * ROUNDING_UP
             bound = spectral_bound * unit
             if certifies:
-                before = sigma_bound[matrix]
+                before = element_at(totals, totals_place + BEFORE)
                 hidden_norm = _ONE if shared_samples > 0 else math.sqrt(squares_h)
                 upper = minimum(upper, weyl_bound(before, most_kept, writes, hidden_norm))
                 if upper > spectral_bound:
@@ -544,7 +557,9 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                     residual = math.sqrt(maximum(rr - rv * along_v - r1 * r1, _ZERO)) * scale_v
                     length = rr - rv * along_v - rp * rp - r1 * r1
                     limit = bound if stage == 0 else bound * _SECOND_ROUNDING
-                    within = theta + factor * residual <= limit * limit
+                    # sigma² is at least theta + |r|² / theta.
+                    nearer = theta + residual * (residual / theta) if theta > _ZERO else _ZERO
+                    within = maximum(theta + factor * residual, nearer) <= limit * limit
                     known = _CONVERGED if stage == 0 and theta > bound * bound else _KNOWN
                     stands = residual <= _NOISE * theta and residual > np.float32(0.5) * residual_before
                     residual_before = residual
@@ -632,6 +647,8 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                     if certifies:
                         # Sigma exceeds its estimate by what the residual allows.
                         target *= np.float32(1.0 - 1e-5) * math.sqrt(theta_first / (theta_first + residual_first))
+                    # What the entries of C' were rounded by stays behind when nearly all of them is cut.
+                    rounding = _ROUNDING * estimate / math.sqrt(np.float32(columns))
                     cuts = clips != 0 and residual_first <= _POOR * theta_first
                     if stage == 1:
                         cuts = cuts and theta <= bound * bound * _SECOND_ROUNDING * _SECOND_ROUNDING
@@ -650,6 +667,10 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                     for column in range(thread, columns, threads):
                         area[column] *= scale
                     cuda.syncthreads()  # v is complete
+                    if not cuts:
+                        rounding = _ZERO
+                    elif certifies and rounding <= _TOLERANCE * bound:
+                        target -= rounding
                     kept = target / math.sqrt(theta_first)
                     factor = _ONE if cuts else target / estimate_used
                     project_rows(output, shape, place, area, row_scratch, buffers, factor, cuts, kept)
@@ -657,6 +678,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                     after = target * math.sqrt((theta_first + residual_first) / theta_first)
                     if cuts and stage == 1:
                         after = maximum(after, math.sqrt(maximum(theta, _ZERO)))
+                    after += rounding
                     if rank == 0 and thread == 0:
                         if after > bound * (_ONE + _TOLERANCE):
                             record_event(errors, SPECTRAL_OVERFLOW, 1, matrix)

@@ -129,8 +129,9 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                     value = values[part * vector + element]
                     if not_finite(value):
                         values[part * vector + element] = _ZERO
+                        if overflows == 0:
+                            overflow = offset + first + part * stride + element
                         overflows += np.int32(1)
-                        overflow = offset + first + part * stride + element
                     else:
                         squares += value * value
             if overflows > 0 and lost == _ZERO:
@@ -161,7 +162,7 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         words, values, few_words, few, z = buffers
         own, start, span, _leads = start_sweep(warps_a_row, vector, warp_columns)
         vv, vw, ww, squares, written, lost = _ZERO, _ZERO, _ZERO, _ZERO, _ZERO, _ZERO
-        most_kept = _ZERO
+        most_kept, squares_lost, written_lost = _ZERO, _ZERO, _ZERO
         parity = 0
         for element in range(lanes_columns):
             z[element] = _ZERO
@@ -228,8 +229,15 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
             else:
                 add_long(output, row_offset, columns, area, tile, start, span, words, values, y_v, _ONE)
             if works:
-                squares += row_squares
-                written += row_written
+                # Thousands of rows: what an addition loses is made up for at the next.
+                addend = row_squares - squares_lost
+                total = squares + addend
+                squares_lost = (total - squares) - addend
+                squares = total
+                addend = row_written - written_lost
+                total = written + addend
+                written_lost = (total - written) - addend
+                written = total
                 most_kept = maximum(most_kept, forget)
                 vv += y_v * y_v
                 vw += y_v * y_w
