@@ -26,25 +26,23 @@ TILES = WARPS * 2 * TILE
 LANE_CELLS = DEPTH * GATE_SAMPLES // 32
 """That a lane stages of each operand."""
 PART = GATE_SAMPLES * GATE_COLUMNS
-_load_four, _unpack_four, _store_four = load_vector(4), unpack_vectors(4, 1), store_vector(4)
+_load_tall, _unpack_tall = load_vector(TALL), unpack_vectors(TALL, 1)
+_load_wide, _unpack_wide, _store_wide = load_vector(WIDE), unpack_vectors(WIDE, 1), store_vector(WIDE)
 
 
 @cuda.jit(device=True)
 def multiply_tiles(tiles, tall_tile, wide_tile, left, buffers):
     """Add the products of what a warp has staged to the results of a lane; ``left``: places that are there."""
-    few_words, few, tall, wide, sums = buffers
+    words, tall, wide, sums = buffers
     depth = np.int32(0)
     while depth < min(left, np.int32(DEPTH)):
         # Written out by fours: what is staged beyond the last place is zero.
         for step in range(4):
             row = (depth + step) * PITCH
-            for half in range(TALL // 4):
-                _load_four(tiles, tall_tile + row + half * 4, few_words, 0)
-                _unpack_four(tiles, few_words, few)
-                for element in range(4):
-                    tall[half * 4 + element] = few[element]
-            _load_four(tiles, wide_tile + row, few_words, 0)
-            _unpack_four(tiles, few_words, wide)
+            _load_tall(tiles, tall_tile + row, words, 0)
+            _unpack_tall(tiles, words, tall)
+            _load_wide(tiles, wide_tile + row, words, 0)
+            _unpack_wide(tiles, words, wide)
             for product in range(PRODUCTS):
                 sums[product] += tall[product // WIDE] * wide[product % WIDE]
         depth = np.int32(depth + 4)
@@ -55,5 +53,5 @@ def leave_products(tiles, warp, own_row, own_column, sums):
     """The results of all warps take the place of the tiles: 32 x 32 of a warp behind those of the one before."""
     cuda.syncthreads()  # all tiles have been used
     for row in range(TALL):
-        _store_four(tiles, warp * PART + (own_row + row) * GATE_COLUMNS + own_column, sums, row * WIDE)
+        _store_wide(tiles, warp * PART + (own_row + row) * GATE_COLUMNS + own_column, sums, row * WIDE)
     cuda.syncthreads()  # the results of all warps are in place

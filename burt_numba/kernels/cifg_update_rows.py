@@ -50,9 +50,8 @@ from burt_numba.device.warp import FULL_MASK, any_lane, shuffle_xor
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-_PARTS_CELLS = 4 * PARTS_TOGETHER
 load_four, store_four = load_vector(4), store_vector(4)
-unpack_three, unpack_all = unpack_vectors(4, 3), unpack_vectors(4, PARTS_TOGETHER)
+unpack_three, unpack_some = unpack_vectors(4, 3), unpack_vectors(4, 4)
 
 
 @cache
@@ -269,18 +268,22 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                 scratch[(thread >> 5) * CELLS + cell] = value
         place = np.int32(4 * thread)
         while place < pitch:
-            for part in range(PARTS_TOGETHER):
-                if part < blocks:
-                    load_four(z_parts, (np.int64(first) + part * step) * pitch + place, words, part * 4)
-                else:
-                    for element in range(4):
-                        words[part * 4 + element] = np.uint32(0)
-            unpack_all(z_parts, words, values)
             for element in range(4):
                 totals[element] = _ZERO
-            for part in range(PARTS_TOGETHER):
+            for some in range(0, PARTS_TOGETHER, 4):
+                for part in range(4):
+                    if some + part < blocks:
+                        block = np.int64(first) + (some + part) * step
+                        load_four(z_parts, block * pitch + place, words, part * 4)
+                    else:
+                        for element in range(4):
+                            words[part * 4 + element] = np.uint32(0)
+                unpack_some(z_parts, words, values)
                 for element in range(4):
-                    totals[element] += values[part * 4 + element]
+                    total = totals[element] + values[element]
+                    total += values[element + 4]
+                    total += values[element + 8]
+                    totals[element] = total + values[element + 12]
             store_four(z_parts, np.int64(first) * pitch + place, totals, 0)
             store_four(area, tile + place, totals, 0)
             place = opaque(np.int32(place + 4 * cuda.blockDim.x))
@@ -329,8 +332,8 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         few_words = cuda.local.array(vector, np.uint32)
         few = cuda.local.array(vector, np.float32)
         z = cuda.local.array(lanes_columns, np.float32)
-        part_words = cuda.local.array(_PARTS_CELLS, np.uint32)
-        part_values = cuda.local.array(_PARTS_CELLS, np.float32)
+        part_words = cuda.local.array(16, np.uint32)
+        part_values = cuda.local.array(16, np.float32)
         start_words = cuda.local.array(12, np.uint32)
         start_values = cuda.local.array(12, np.float32)
         area = cuda.shared.array(0, np.float32, 16)

@@ -76,10 +76,9 @@ def writes_kernel(vector: int):
         gates = cuda.shared.array(_GATES, np.float32)
         words = cuda.local.array(LANE_CELLS, np.uint32)
         values = cuda.local.array(LANE_CELLS, np.float32)
-        few_words = cuda.local.array(4, np.uint32)
+        product_words = cuda.local.array(TALL, np.uint32)
         tall = cuda.local.array(TALL, np.float32)
         wide = cuda.local.array(WIDE, np.float32)
-        few = cuda.local.array(4, np.float32)
         kept = cuda.local.array(_EACH, np.float32)
         weights = cuda.local.array(LANE_CELLS, np.float32)
         sums = cuda.local.array(PRODUCTS, np.float32)
@@ -128,7 +127,7 @@ def writes_kernel(vector: int):
             sync_warp()  # these samples are staged
             multiply_tiles(
                 tiles, row_tile + own_row, column_tile + own_column, np.int32(samples - start),
-                (few_words, few, tall, wide, sums),
+                (product_words, tall, wide, sums),
             )  # fmt: skip
         for element in range(_EACH):
             total = kept[element]
