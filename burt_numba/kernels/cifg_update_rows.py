@@ -249,7 +249,7 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
     def together(z_parts, sums, first, step, blocks, columns, pitch, area, tile, cells, scratch, buffers):
         """The parts of up to PARTS_TOGETHER blocks, added up in their order, take the place of those of the first.
 
-        They lie ``step`` blocks apart. The sums are in the area and in the cells as well. All loads of a thread are on
+        They lie ``step`` blocks apart. The sums are in the area and in the cells as well. Four loads of a thread are on
         their way together: waiting for one after another would take longer than the rows.
         """
         words, values, totals = buffers
