@@ -132,15 +132,15 @@ def _whole(count: int, unit: int) -> int:
     return -(-count // unit) * unit
 
 
-def _row_shape(columns: int, threads: int, tile: int, least_warps: int, static: int, capability: tuple[int, int]):
+def _row_shape(columns: int, threads: int, tile: int, capability: tuple[int, int]):
     """(staged, rows at a time, warps a row, floats of the area)."""
     pitch = _whole(columns, 4)
     warps = threads // 32
-    warps_a_row = least_warps
+    warps_a_row = 1
     while warps_a_row < warps and warps_a_row * 32 * LANE_COLUMNS < columns:
         warps_a_row *= 2
     area = tile + warps // warps_a_row * pitch
-    fits = 4 * area + static <= most_shared_bytes(capability)
+    fits = 4 * area + _STATIC_BYTES <= most_shared_bytes(capability)
     if fits and warps_a_row * 32 * LANE_COLUMNS >= columns:
         return True, warps // warps_a_row, warps_a_row, area
     return False, 1, warps, tile + pitch
@@ -178,7 +178,7 @@ def memory_launches(
     # The update: blocks that fill the device once, or a few times.
     threads = _SMALL_BLOCK if columns <= _SMALL else UPDATE_BLOCK
     tile = 3 * pitch
-    staged, tile_rows, warps_a_row, area = _row_shape(columns, threads, tile, 1, _STATIC_BYTES, capability)
+    staged, tile_rows, warps_a_row, area = _row_shape(columns, threads, tile, capability)
     resident = UPDATE_RESIDENT
     if staged:
         resident = max(min(resident, most_shared_bytes(capability) // (4 * area + _STATIC_BYTES + 1024)), 1)
@@ -188,7 +188,7 @@ def memory_launches(
     update = RowShape(threads, -(-columns // rows), staged, tile_rows, warps_a_row, rows, pitch, tile, area)
     # The rest: groups that are resident at once.
     threads = _SMALL_BLOCK if columns <= _SMALL else SPECTRUM_BLOCK
-    staged, tile_rows, warps_a_row, area = _row_shape(columns, threads, tile, 1, _STATIC_BYTES, capability)
+    staged, tile_rows, warps_a_row, area = _row_shape(columns, threads, tile, capability)
     blocks = max(min(multiprocessors // matrices, -(-columns // tile_rows)), 1)
     clustered = has_clusters(capability) and blocks > 1 and (blocks <= MAX_CLUSTER_BLOCKS or matrices > 1)
     if clustered:

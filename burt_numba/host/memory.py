@@ -82,8 +82,8 @@ class Workspace:
     that they have memory of their own. What was outgrown is kept: work in flight may use it.
     """
 
-    KINDS = (4, 4, 8, 8)
-    """Bytes of a cell of each kind."""
+    KINDS = ("f4", "i4", "i8", "i8")
+    """Type of the cells of each kind."""
 
     def __init__(self, device: int) -> None:
         self.lock = threading.Lock()
@@ -98,7 +98,7 @@ class Workspace:
         for kind, size in enumerate(needed):
             if size > self._bytes[kind]:
                 self._bytes[kind] = size = max(size, 2 * self._bytes[kind])
-                self.operands[kind] = self._allocate(size, ("f4", "i4", "i8", "i8")[kind])
+                self.operands[kind] = self._allocate(size, self.KINDS[kind])
 
     def renew(self) -> None:
         """Take other memory from now on: a call that broke off may have left flags or counters that are not zero."""
