@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from burt_numba.cifg_launches import (
@@ -20,7 +21,7 @@ from burt_numba.host.arrays import Description
 from burt_numba.host.checks import describe, require_count, require_dtype, require_flag, require_number, require_output
 from burt_numba.host.compiling import KernelSpec, compute_capability, multiprocessors
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
-from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
+from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number, bare
 from burt_numba.host.operation import Answer, Operation, Request
 from burt_numba.host.plans import LaunchPlan, Plan, dimension, refuse_unknown, whole_warps
 from burt_numba.softmax_launches import StridedRows
@@ -394,6 +395,7 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
                     *(hidden.argument, *hidden_place, Number(samples, "i4"), Number(columns, "i4")),
                     *(activations, writes, mean_gates),
                 ),
+                follows=True,
             )
         )
     vector = 4 if request.aligned and columns % 4 == 0 and update.staged else 1
@@ -419,6 +421,8 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
                     )
                 ),
                 Number(update.area, "i8"),
+                Number(plan.set_shift, "i4"),
+                Number(plan.group_shift, "i4"),
                 writes,
                 mean_gates if shared else activations,
                 starts,
@@ -435,6 +439,7 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
                 Errors(),
             ),
             update.shared_bytes,
+            follows=True,
         )
     )
     vector = 4 if request.aligned and columns % 4 == 0 and spectrum.staged else 1
@@ -481,11 +486,14 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
             spectrum.shared_bytes,
             spectrum.blocks if plan.clustered else 1,
             1 if plan.clustered else spectrum.blocks,
+            # A check reads what the projection has written.
+            follows=not only_checks,
         )
 
     launches.append(spectrum_launch(False))
     if request.validate:
         launches.append(spectrum_launch(True))
+    launches = [replace(launch, arguments=bare(launch.arguments)) for launch in launches]
     return Answer(launches, C.shape, C.dtype, plan.workspace(columns, matrices, samples * columns))
 
 
@@ -547,10 +555,10 @@ _BATCHED = _operation("batched_cifg_update", _BATCHED_NAMES)
 
 def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     """Every kernel that the functions can launch, with their argument types."""
-    array = "f4:1C"
+    array = "f4*"
     place, row_place = ("i8", "i8"), ("i8", "i8", "i8")
     operands = (array, *row_place, array, *row_place, array, *row_place, array, *place)
-    types = (*operands, *("i4",) * 4, *(array,) * 5, "i8:1C", "i8:1C")
+    types = (*operands, *("i4",) * 4, *(array,) * 5, "i8*", "i8:1C")
     for vector in (4, 1):
         for shared in (False, True):
             yield _gates_kernel(vector, shared), types
@@ -559,12 +567,12 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
         yield _gate_kernel(vector), types
     for vector in (4, 1):
         yield _writes_kernel(vector), (array, *row_place, "i4", "i4", array, array, array)
-    types = (array, array, *("i4",) * 7, "i8", *(array,) * 10, "i4:1C", "i8:1C", "f4", "i8:1C")
+    types = (array, array, *("i4",) * 7, "i8", "i4", "i4", *(array,) * 10, "i4*", "i8*", "f4", "i8:1C")
     for shared in (False, True):
         for vector, staged in ((4, True), (1, True), (1, False)):
             yield _update_kernel(shared, vector, staged), types
     types = (array, *("i4",) * 8, "i8", "i8", array, *row_place, "i4", *(array,) * 6)
-    types = (*types, "i4:1C", "i8:1C", "f4", "i4", "i4", "i4", "i8:1C")
+    types = (*types, "i4*", "i8*", "f4", "i4", "i4", "i4", "i8:1C")
     for vector, staged in ((4, True), (1, True), (1, False)):
         for clustered in (True, False):
             yield _spectrum_kernel(vector, staged, clustered), types

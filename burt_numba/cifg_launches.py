@@ -22,9 +22,10 @@ CELLS = 1 << CELLS_SHIFT
 """Sums and maxima that a block leaves for its matrix."""
 TOTALS = 16
 """Floats of what the last block of an update leaves for its matrix, of which some are used."""
-PARTS_SHIFT = 4
-PARTS_TOGETHER = 1 << PARTS_SHIFT
-"""Blocks of an update whose parts one of them adds up, before one adds up those of a matrix."""
+_SET_SHIFT, _LARGE_SET_SHIFT = 4, 6
+"""Powers of 2: blocks of an update whose parts one of them adds up, before one adds up those of a matrix."""
+_MOST_GROUPS_SHIFT = 2
+"""Power of 2: groups of threads that add up parts side by side, at most."""
 START_CELLS = 4
 """Floats behind the vectors v, w and h of a matrix."""
 VECTORS = 6
@@ -87,6 +88,23 @@ class MemoryLaunches(NamedTuple):
     shared: bool
 
     @property
+    def group_shift(self) -> int:
+        """Power of 2: groups of threads of an update that add up parts, each for all columns, 4 a thread."""
+        shift = 0
+        while (
+            shift < _MOST_GROUPS_SHIFT
+            and self.update.pitch << (shift + 1) <= 4 * self.update.threads
+            and 2 << shift <= self.update.tile_rows
+        ):
+            shift += 1
+        return shift
+
+    @property
+    def set_shift(self) -> int:
+        """Power of 2: blocks of a set. Large sets take fewer meetings, small ones fewer columns a thread."""
+        return _LARGE_SET_SHIFT if self.group_shift else _SET_SHIFT
+
+    @property
     def group_floats(self) -> int:
         """Of the workspace."""
         shape = self.spectrum
@@ -119,7 +137,7 @@ class MemoryLaunches(NamedTuple):
     def counters(self, matrices: int) -> tuple[int, int]:
         """Counters of the blocks of the update, and of the tiles of gates."""
         # Sets of blocks, sets of sets, and so on.
-        update = matrices * 2 * -(-self.update.blocks // PARTS_TOGETHER)
+        update = matrices * 2 * -(-self.update.blocks // (1 << self.set_shift))
         return update, self.tiles if self.split > 1 else 0
 
     def workspace(self, columns: int, matrices: int, activations: int) -> tuple[int, ...]:

@@ -37,6 +37,11 @@ def has_clusters(capability: tuple[int, int]) -> bool:
     return (9, 0) <= capability < (12, 0)
 
 
+def can_overlap_launches(capability: tuple[int, int]) -> bool:
+    """True where a launch may begin before the one before it on its stream is complete."""
+    return capability >= (9, 0)
+
+
 _SHARED_KILOBYTES = {(7, 0): 96, (7, 2): 96, (7, 5): 64, (8, 0): 163, (8, 7): 163}
 _SHARED_KILOBYTES |= {(9, 0): 227, (10, 0): 227, (10, 1): 227, (10, 3): 227, (11, 0): 227}
 

@@ -18,3 +18,26 @@ def element_address(context, builder, array_type, array, index):
     """The address of an element, as an integer."""
     struct = context.make_array(array_type)(context, builder, array)
     return builder.ptrtoint(builder.gep(struct.data, [index]), ir.IntType(64))
+
+
+def from_capability(builder, major, minor):
+    """A context: what is built in it is compiled for this compute capability and later ones only."""
+    module = builder.module
+    text = bytearray(b"__CUDA_ARCH\0")
+    name = "burt_numba_architecture"
+    letter = ir.IntType(8)
+    question = module.globals.get(name)
+    if question is None:
+        # libNVVM takes strings from constant memory.
+        question = ir.GlobalVariable(module, ir.ArrayType(letter, len(text)), name, addrspace=4)
+        question.initializer = ir.Constant(question.value_type, text)
+        question.linkage = "internal"
+        question.global_constant = True
+    answer_type = ir.FunctionType(ir.IntType(32), [letter.as_pointer()])
+    reflect = module.globals.get("__nvvm_reflect") or ir.Function(module, answer_type, "__nvvm_reflect")
+    pointer = builder.bitcast(builder.addrspacecast(question, question.value_type.as_pointer()), letter.as_pointer())
+    # The compiler answers while it compiles, and drops what is not reached.
+    architecture = builder.call(reflect, [pointer])
+    return builder.if_then(
+        builder.icmp_signed(">=", architecture, ir.Constant(architecture.type, 100 * major + 10 * minor))
+    )

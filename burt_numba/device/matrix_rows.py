@@ -186,7 +186,10 @@ def matrix_rows(vector: int, staged: bool) -> MatrixRows:
 
     @cuda.jit(device=True)
     def flush_products(area, tile, pitch, columns, tile_rows, start, own, z, work, own_part):
-        """The z of a block, added up over the rows that it takes at a time, goes to the workspace for the group."""
+        """The z of a block, added up over the rows that it takes at a time, to the workspace for the group.
+
+        It is behind ``tile`` in the area as well, each column where the thread wrote it.
+        """
         if staged:
             for part in range(parts):
                 if part * stride < columns - start:
@@ -198,6 +201,7 @@ def matrix_rows(vector: int, staged: bool) -> MatrixRows:
                 for row in range(TILE_ROWS):
                     if row < tile_rows:
                         total += element_at(area, tile + row * pitch + column)
+                set_element(area, tile + column, total)
                 set_element(work, own_part + column, total)
                 column = opaque(np.int32(column + cuda.blockDim.x))
         else:

@@ -7,9 +7,10 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.cifg_launches import START_CELLS
 from burt_numba.device.block import MAX_WARPS
-from burt_numba.device.numeric import reciprocal, square_root
+from burt_numba.device.numeric import opaque, reciprocal, square_root
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.spectrum import pseudo_random
+from burt_numba.device.vector import element_at, set_element
 from burt_numba.device.warp import FULL_MASK, any_lane, warp_sum3
 
 _ZERO = np.float32(0.0)
@@ -17,6 +18,8 @@ _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
 WARM, SQUARES_H = range(2)
 """Cells behind the vectors of a start."""
+_COLUMNS = 4
+"""Columns that a thread has in hand."""
 _PSEUDO_RANDOM_PART = np.float32(0.01)
 """Of the start vector: what the carried vector misses can grow from it."""
 
@@ -37,25 +40,40 @@ def stage_vectors(
     squares_v, squares_h, dot_vh = _ZERO, _ZERO, _ZERO
     squares_g, dot_vg, dot_gh = _ZERO, _ZERO, _ZERO
     bad = False
-    for column in range(thread, columns, threads):
-        carried = _ZERO
-        if power_vector.size > 0:
-            carried = finite_or_zero(power_vector[np.int64(matrix) * columns + column])
-        area[column] = carried
-        if shared:
-            element = pseudo_random(column, 2)
-        else:
-            element = hidden[offset + np.int64(column) * stride1]
-            bad |= not_finite(element)
-            element = finite_or_zero(element)
-        area[2 * pitch + column] = element
-        other = pseudo_random(column, seed)
-        squares_v += carried * carried
-        squares_h += element * element
-        dot_vh += carried * element
-        squares_g += other * other
-        dot_vg += carried * other
-        dot_gh += other * element
+    carried = cuda.local.array(_COLUMNS, np.float32)
+    elements = cuda.local.array(_COLUMNS, np.float32)
+    others = cuda.local.array(_COLUMNS, np.float32)
+    # Few columns stay in registers, the loads of several on their way together.
+    stay = columns <= _COLUMNS * threads
+    first = thread
+    while first < columns:
+        for part in range(_COLUMNS):
+            column = np.int32(first + part * threads)
+            carried[part], elements[part], others[part] = _ZERO, _ZERO, _ZERO
+            if column < columns:
+                if power_vector.size > 0:
+                    carried[part] = element_at(power_vector, np.int64(matrix) * columns + column)
+                if shared:
+                    elements[part] = pseudo_random(column, 2)
+                else:
+                    elements[part] = element_at(hidden, offset + column * stride1)
+                others[part] = pseudo_random(column, seed)
+        for part in range(_COLUMNS):
+            column = np.int32(first + part * threads)
+            bad |= not_finite(elements[part])
+            carried[part] = finite_or_zero(carried[part])
+            elements[part] = finite_or_zero(elements[part])
+            if column < columns:
+                set_element(area, 2 * pitch + column, elements[part])
+                if not stay:
+                    set_element(area, column, carried[part])
+            squares_v += carried[part] * carried[part]
+            squares_h += elements[part] * elements[part]
+            dot_vh += carried[part] * elements[part]
+            squares_g += others[part] * others[part]
+            dot_vg += carried[part] * others[part]
+            dot_gh += others[part] * elements[part]
+        first = opaque(np.int32(first + _COLUMNS * threads))
     if reports and any_lane(bad, FULL_MASK):
         report_not_finite(
             hidden, offset, stride1, np.int64(thread), 1, np.int64(columns), np.int64(threads),
@@ -75,13 +93,15 @@ def stage_vectors(
     cuda.syncthreads()  # the sums of all warps are in scratch
     squares_v, squares_h, dot_vh = _ZERO, _ZERO, _ZERO
     squares_g, dot_vg, dot_gh = _ZERO, _ZERO, _ZERO
-    for warp in range(threads >> 5):
-        squares_v += scratch[warp]
-        squares_h += scratch[warp + MAX_WARPS]
-        dot_vh += scratch[warp + 2 * MAX_WARPS]
-        squares_g += scratch[warp + 3 * MAX_WARPS]
-        dot_vg += scratch[warp + 4 * MAX_WARPS]
-        dot_gh += scratch[warp + 5 * MAX_WARPS]
+    warp = np.int32(0)
+    while warp < threads >> 5:
+        squares_v += element_at(scratch, warp)
+        squares_h += element_at(scratch, warp + MAX_WARPS)
+        dot_vh += element_at(scratch, warp + 2 * MAX_WARPS)
+        squares_g += element_at(scratch, warp + 3 * MAX_WARPS)
+        dot_vg += element_at(scratch, warp + 4 * MAX_WARPS)
+        dot_gh += element_at(scratch, warp + 5 * MAX_WARPS)
+        warp = opaque(np.int32(warp + 1))
     warm = np.float32(1e-30) < squares_v < np.float32(1e30)
     scale = reciprocal(square_root(squares_v)) if warm else _ZERO
     random_scale = _PSEUDO_RANDOM_PART * reciprocal(square_root(squares_g)) if warm else _ONE
@@ -99,12 +119,22 @@ def stage_vectors(
     # What is left of h beside v; in one dimension, or along v, nothing.
     rest = _ONE - along * along
     rest_scale = reciprocal(square_root(rest)) if has_hidden and rest > np.float32(1e-6) else _ZERO
-    for column in range(thread, columns, threads):
-        element = random_scale * pseudo_random(column, seed)
-        if warm:
-            element += area[column] * scale
-        area[column] = element
-        area[pitch + column] = (area[2 * pitch + column] * hidden_scale - along * element) * rest_scale
+    first = thread
+    while first < columns:
+        for part in range(_COLUMNS):
+            column = np.int32(first + part * threads)
+            if column < columns:
+                if not stay:
+                    carried[part] = element_at(area, column)
+                    elements[part] = element_at(area, 2 * pitch + column)
+                    others[part] = pseudo_random(column, seed)
+                element = random_scale * others[part]
+                if warm:
+                    element += carried[part] * scale
+                set_element(area, column, element)
+                rest_of_h = (elements[part] * hidden_scale - along * element) * rest_scale
+                set_element(area, pitch + column, rest_of_h)
+        first = opaque(np.int32(first + _COLUMNS * threads))
     cuda.syncthreads()  # the vectors are complete
     return warm, squares_h, rest_scale
 

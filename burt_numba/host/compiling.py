@@ -59,7 +59,10 @@ class Specialisation:
 
     kernel: KernelSpec
     types: tuple[str, ...]
-    """``f4 i4 i8`` for scalars; ``f4:1C`` for an array of float32 of one dimension, C-contiguous (``A``: strided)."""
+    """``f4 i4 i8`` for scalars; ``f4:1C`` for an array of float32 of one dimension, C-contiguous (``A``: strided).
+
+    ``f4*``: for a pointer alone.
+    """
     capability: tuple[int, int]
 
     @property
@@ -89,6 +92,8 @@ def _numba_signature(names: Iterable[str]) -> Any:
     from burt_numba.backend import types
 
     def numba_type(name: str) -> Any:
+        if name.endswith("*"):
+            return types.CPointer(getattr(types, _DTYPES[name[:-1]]))
         scalar, _, layout = name.partition(":")
         element = getattr(types, _DTYPES[scalar])
         return types.Array(element, int(layout[:-1]), layout[-1]) if layout else element

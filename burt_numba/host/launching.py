@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from burt_numba.host.compiling import KernelSpec
 from burt_numba.host.memory import DEVICE_EVENT_CELLS
-from burt_numba.target import SIMULATED
+from burt_numba.target import SIMULATED, can_overlap_launches
 
 _ITEM_BYTES = {"f4": 4, "f2": 2, "u1": 1, "i4": 4, "i8": 8}
 
@@ -33,9 +33,13 @@ class Array:
     """In bytes; None: C-contiguous."""
     offset: int = 0
     """In bytes, from the operand's first element."""
+    bare: bool = False
+    """The kernel is given the address alone (``device.arguments``): of one axis, C-contiguous."""
 
     @property
     def type(self) -> str:
+        if self.bare:
+            return f"{self.dtype}*"
         return f"{self.dtype}:{len(self.shape)}{'C' if self.strides is None else 'A'}"
 
     def byte_strides(self) -> tuple[int, ...]:
@@ -83,6 +87,8 @@ class Launch:
     cluster: int = 1
     group: int = 1
     """More than 1: all blocks are resident at once, and each this many along x meet at ``group_barrier``."""
+    follows: bool = False
+    """May begin before the launch before it is complete: its kernel waits for that (``device.launch_order``)."""
 
     @property
     def types(self) -> tuple[str, ...]:
@@ -148,14 +154,14 @@ class DeviceLaunch:
     """A launch on one device. Operands are device pointers.
 
     Arguments lie in 8-byte cells: an array is (0, 0, size, item bytes, pointer, shape..., strides...), as Numba passes
-    it. The driver copies them before the launch call returns, so that a lock around writing and launching is enough for
-    any number of threads.
+    it, and a bare one its pointer. The driver copies them before the launch call returns, so that a lock around writing
+    and launching is enough for any number of threads.
     """
 
     def __init__(self, launch: Launch, device: int) -> None:
         from cuda.bindings import driver
 
-        from burt_numba.host.compiling import kernel_handle
+        from burt_numba.host.compiling import compute_capability, kernel_handle
 
         values: list[tuple[str, float]] = []
         self._pointers: list[tuple[int, int, int]] = []
@@ -167,7 +173,11 @@ class DeviceLaunch:
                     argument = Array(None, "i8", (DEVICE_EVENT_CELLS,))
                     self._errors_cell = len(values) + 4
                 elif argument.operand is not None:
-                    self._pointers.append((len(values) + 4, argument.operand, argument.offset))
+                    place = len(values) + (0 if argument.bare else 4)
+                    self._pointers.append((place, argument.operand, argument.offset))
+                if argument.bare:
+                    values.append(("i8", 0))
+                    continue
                 size = 1
                 for extent in argument.shape:
                     size *= extent
@@ -198,26 +208,38 @@ class DeviceLaunch:
         self._parameters_address = ctypes.addressof(self._parameters)
         self._geometry = (*launch.grid, 1, launch.block, 1, 1, launch.shared_bytes)
         self._config: Any = None
-        if launch.cluster > 1 or launch.group > 1:
-            self._config = self._launch_config(driver)
+        self._config_stream = 0
+        attributes = self._attributes(driver, can_overlap_launches(compute_capability(device)))
+        if attributes:
+            self._config = self._launch_config(driver, attributes)
             self._driver_launch = driver.cuLaunchKernelEx
 
-    def _launch_config(self, driver: Any) -> Any:
-        attribute = driver.CUlaunchAttribute()
+    def _attributes(self, driver: Any, overlaps: bool) -> list[Any]:
+        kinds = driver.CUlaunchAttributeID
+        attributes = []
         if self._launch.cluster > 1:
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            attribute.value.clusterDim.x = self._launch.cluster
-            attribute.value.clusterDim.y = 1
-            attribute.value.clusterDim.z = 1
-        else:
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-            attribute.value.cooperative = 1
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attributes[-1].value.clusterDim.x = self._launch.cluster
+            attributes[-1].value.clusterDim.y = 1
+            attributes[-1].value.clusterDim.z = 1
+        elif self._launch.group > 1:
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attributes[-1].value.cooperative = 1
+        if self._launch.follows and overlaps:
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        return attributes
+
+    def _launch_config(self, driver: Any, attributes: list[Any]) -> Any:
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = *self._launch.grid, 1
         config.blockDimX, config.blockDimY, config.blockDimZ = self._launch.block, 1, 1
         config.sharedMemBytes = self._launch.shared_bytes
-        config.attrs = [attribute]
-        config.numAttrs = 1
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
         return config
 
     def __call__(self, operands: Sequence[int], numbers: Sequence[float], errors: Any, stream: int) -> None:
@@ -239,10 +261,17 @@ class DeviceLaunch:
             if self._config is None:
                 (error,) = self._driver_launch(self._function, *self._geometry, stream, self._parameters_address, 0)
             else:
-                self._config.hStream = stream
+                if stream != self._config_stream:
+                    self._config.hStream = stream
+                    self._config_stream = stream
                 (error,) = self._driver_launch(self._config, self._function, self._parameters_address, 0)
         if error is not self._success:
             raise RuntimeError(f"{self._launch.kernel.name}: launch failed: {error.name}")
+
+
+def bare(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """The arguments with all arrays but the error buffer bare."""
+    return tuple(replace(each, bare=True) if isinstance(each, Array) else each for each in arguments)
 
 
 def prepare(launch: Launch, device: int) -> SimulatedLaunch | DeviceLaunch:

@@ -7,9 +7,11 @@ from functools import cache
 import numpy as np
 
 from burt_numba.backend import cuda
+from burt_numba.device.arguments import array_at
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.coherence import last_arrival
 from burt_numba.device.gates import with_bias
+from burt_numba.device.launch_order import let_next_begin
 from burt_numba.device.numeric import sigmoid_pair, whole_quotient
 from burt_numba.device.row_reductions import row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
@@ -106,6 +108,15 @@ def gate_kernel(vector: int):
         starts,
         errors,
     ):
+        let_next_begin()
+        hidden = array_at(hidden)
+        inputs = array_at(inputs)
+        weights = array_at(weights)
+        bias = array_at(bias)
+        activations = array_at(activations)
+        forget_gate_out = array_at(forget_gate_out)
+        power_vector = array_at(power_vector)
+        starts = array_at(starts)
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         if cuda.blockIdx.x == 0:
             hidden_place = (hidden_origin, np.int64(0), hidden_stride)
@@ -121,6 +132,8 @@ def gate_kernel(vector: int):
             if row < columns:
                 offset = weights_origin + row * weights_stride0
                 second = offset + np.int64(columns) * weights_stride1
+                # On its way with the rest.
+                own = element_at(bias, bias_origin + row * bias_stride)
                 total = part_product(
                     weights, offset, weights_stride1, hidden, hidden_origin, hidden_stride, columns, buffers
                 ) + part_product(weights, second, weights_stride1, inputs, inputs_origin, inputs_stride, rest, buffers)
@@ -140,7 +153,7 @@ def gate_kernel(vector: int):
                         )  # fmt: skip
                 total = warp_sum(total, 32, FULL_MASK)
                 if cuda.laneid == 0:
-                    total = with_bias(total, bias[bias_origin + row * bias_stride], row, True, row, True, errors)
+                    total = with_bias(total, own, row, True, row, True, errors)
                     activations[row] = total
                     if forget_gate_out.size > 0:
                         forget_gate_out[row] = sigmoid_pair(total)[0]
@@ -270,6 +283,17 @@ def gates_kernel(vector: int, is_shared: bool):
         counters,
         errors,
     ):
+        let_next_begin()
+        hidden = array_at(hidden)
+        inputs = array_at(inputs)
+        weights = array_at(weights)
+        bias = array_at(bias)
+        activations = array_at(activations)
+        forget_gate_out = array_at(forget_gate_out)
+        power_vector = array_at(power_vector)
+        starts = array_at(starts)
+        tile_parts = array_at(tile_parts)
+        counters = array_at(counters)
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         tiles = cuda.shared.array(TILES, np.float32, 16)
         shared_flag = cuda.shared.array(1, np.int32)

@@ -14,11 +14,13 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.cifg_launches import CELLS, ROW_PRODUCTS, TOTALS, VECTORS
+from burt_numba.device.arguments import array_at
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.cluster import cluster_barrier
 from burt_numba.device.coherence import group_barrier
 from burt_numba.device.events import INF_INPUT, SPECTRAL_OVERFLOW, record_event
 from burt_numba.device.first_step import BEFORE, LOST, MOST_KEPT, PART_V, PART_W, SETTLED, SQUARES, WRITES
+from burt_numba.device.launch_order import wait_for_previous
 from burt_numba.device.matrix_rows import (
     BLOCK_CELLS,
     ROW_SCRATCH,
@@ -45,7 +47,7 @@ from burt_numba.device.spectrum import (
     weyl_bound,
 )
 from burt_numba.device.start_vectors import stage_vectors
-from burt_numba.device.vector import element_at, set_element
+from burt_numba.device.vector import element_at, prefetch_line, set_element
 from burt_numba.device.warp import FULL_MASK, warp_sum, warp_sum3
 
 _V, _RESIDUAL, _P, _AV, _AP, _FIRST_V = range(VECTORS)
@@ -738,8 +740,21 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
         only_checks,
         errors,
     ):
-        group = whole_quotient(np.int32(cuda.blockIdx.x), blocks)
-        groups = whole_quotient(np.int32(cuda.gridDim.x), blocks)
+        output = array_at(output)
+        hidden = array_at(hidden)
+        activations = array_at(activations)
+        power_vector = array_at(power_vector)
+        sigma_bound = array_at(sigma_bound)
+        sigma_out = array_at(sigma_out)
+        totals = array_at(totals)
+        work = array_at(work)
+        flags = array_at(flags)
+        counters = array_at(counters)
+        group = opaque(whole_quotient(np.int32(cuda.blockIdx.x), blocks))
+        groups = opaque(whole_quotient(np.int32(cuda.gridDim.x), blocks))
+        # The arguments are read while the launch before is at work.
+        prefetch_line(totals, np.int64(group) * TOTALS)
+        wait_for_previous()  # the update is complete
         # As a rule all is settled, and this is all there is to do.
         first_open = next_open(group, matrices, groups, totals, only_checks)
         if first_open < matrices:

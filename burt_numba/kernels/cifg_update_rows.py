@@ -23,14 +23,14 @@ from burt_numba.backend import cuda
 from burt_numba.cifg_launches import (
     CELLS,
     CELLS_SHIFT,
-    PARTS_SHIFT,
-    PARTS_TOGETHER,
     START_CELLS,
 )
+from burt_numba.device.arguments import array_at
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.coherence import last_arrival
 from burt_numba.device.events import INF_INPUT, record_event, rolled
 from burt_numba.device.first_step import settle_matrix
+from burt_numba.device.launch_order import let_next_begin, wait_for_previous
 from burt_numba.device.matrix_rows import (
     BLOCK_CELLS,
     ROW_SCRATCH,
@@ -45,7 +45,7 @@ from burt_numba.device.matrix_rows import (
 from burt_numba.device.numeric import maximum, opaque, sigmoid_pair, whole_quotient
 from burt_numba.device.rows import not_finite, report_not_finite
 from burt_numba.device.start_vectors import SQUARES_H, WARM
-from burt_numba.device.vector import element_at, load_vector, set_element, store_vector, unpack_vectors
+from burt_numba.device.vector import element_at, load_vector, prefetch_line, set_element, store_vector, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, any_lane, shuffle_xor
 
 _ZERO = np.float32(0.0)
@@ -246,51 +246,88 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         return vv, vw, ww, squares, written, lost, most_kept
 
     @cuda.jit(device=True)
-    def together(z_parts, sums, first, step, blocks, columns, pitch, area, tile, cells, scratch, buffers):
-        """The parts of up to PARTS_TOGETHER blocks, added up in their order, take the place of those of the first.
+    def load_parts(z_parts, start, apart, left, words):
+        """Four columns of four parts, which begin at ``start`` and are ``apart``; 0 beyond those that are ``left``."""
+        for each in range(4):
+            if each < left:
+                load_four(z_parts, start + each * apart, words, each * 4)
+            else:
+                for element in range(4):
+                    words[each * 4 + element] = np.uint32(0)
 
-        They lie ``step`` blocks apart. The sums are in the area and in the cells as well. Four loads of a thread are on
+    @cuda.jit(device=True)
+    def add_parts(z_parts, words, values, totals):
+        unpack_some(z_parts, words, values)
+        for element in range(4):
+            total = totals[element] + values[element]
+            total += values[element + 4]
+            total += values[element + 8]
+            totals[element] = total + values[element + 12]
+
+    @cuda.jit(device=True)
+    def together(
+        z_parts, sums, first, step, blocks, group_shift, pitch, area, tile, cells, scratch, buffers
+    ):  # fmt: skip
+        """The parts of the blocks of a set, added up in a fixed order, take the place of those of the first.
+
+        They lie ``step`` blocks apart. The sums are in the area and in the cells as well. Where four columns a thread
+        leave threads over, 2 ** group_shift groups of threads take turns at the parts. 16 loads of a thread are on
         their way together: waiting for one after another would take longer than the rows.
         """
-        words, values, totals = buffers
+        words0, words1, words2, words3, values, totals = buffers
         thread = np.int32(cuda.threadIdx.x)
-        if thread < CELLS * PARTS_TOGETHER:
-            # Lane l has cell l % 8 of a block: six sums and two maxima.
-            part = np.int32(thread >> CELLS_SHIFT)
-            cell = np.int32(thread & (CELLS - 1))
-            value = _ZERO
-            if part < blocks:
-                value = element_at(sums, (np.int64(first) + part * step) * CELLS + cell)
-            for distance in (CELLS, 2 * CELLS):
-                other = shuffle_xor(value, distance, FULL_MASK)
-                value = value + other if cell < 6 else maximum(value, other)
-            if cuda.laneid < CELLS:
-                scratch[(thread >> 5) * CELLS + cell] = value
-        place = np.int32(4 * thread)
+        threads = np.int32(cuda.blockDim.x)
+        # Lane l has cell l % 8 of a block: six sums and two maxima.
+        cell = np.int32(thread & (CELLS - 1))
+        part = np.int32(thread >> CELLS_SHIFT)
+        value = _ZERO
+        while part < blocks:
+            other = element_at(sums, (np.int64(first) + part * step) * CELLS + cell)
+            value = value + other if cell < 6 else maximum(value, other)
+            part = opaque(np.int32(part + (threads >> CELLS_SHIFT)))
+        for distance in (CELLS, 2 * CELLS):
+            other = shuffle_xor(value, distance, FULL_MASK)
+            value = value + other if cell < 6 else maximum(value, other)
+        if cuda.laneid < CELLS:
+            set_element(scratch, (thread >> 5) * CELLS + cell, value)
+        groups = np.int32(1 << group_shift)
+        group_threads = np.int32(threads >> group_shift)
+        group = whole_quotient(thread, group_threads)
+        apart = np.int64(step << group_shift) * pitch
+        place = np.int32(4 * (thread - group * group_threads))
         while place < pitch:
             for element in range(4):
                 totals[element] = _ZERO
-            for some in range(0, PARTS_TOGETHER, 4):
-                for part in range(4):
-                    if some + part < blocks:
-                        block = np.int64(first) + (some + part) * step
-                        load_four(z_parts, block * pitch + place, words, part * 4)
-                    else:
-                        for element in range(4):
-                            words[part * 4 + element] = np.uint32(0)
-                unpack_some(z_parts, words, values)
-                for element in range(4):
-                    total = totals[element] + values[element]
-                    total += values[element + 4]
-                    total += values[element + 8]
-                    totals[element] = total + values[element + 12]
-            store_four(z_parts, np.int64(first) * pitch + place, totals, 0)
-            store_four(area, tile + place, totals, 0)
-            place = opaque(np.int32(place + 4 * cuda.blockDim.x))
-        cuda.syncthreads()  # the cells of all warps are in scratch
+            left = np.int32((blocks - group + groups - 1) >> group_shift)
+            start = (np.int64(first) + group * step) * pitch + place
+            while left > 0:
+                load_parts(z_parts, start, apart, left, words0)
+                load_parts(z_parts, start + 4 * apart, apart, left - 4, words1)
+                load_parts(z_parts, start + 8 * apart, apart, left - 8, words2)
+                load_parts(z_parts, start + 12 * apart, apart, left - 12, words3)
+                add_parts(z_parts, words0, values, totals)
+                add_parts(z_parts, words1, values, totals)
+                add_parts(z_parts, words2, values, totals)
+                add_parts(z_parts, words3, values, totals)
+                left = opaque(np.int32(left - 16))
+                start += 16 * apart
+            store_four(area, tile + group * pitch + place, totals, 0)
+            if group_shift == 0:
+                store_four(z_parts, np.int64(first) * pitch + place, totals, 0)
+            place = opaque(np.int32(place + 4 * group_threads))
+        cuda.syncthreads()  # the cells of all warps are in scratch, the sums of all groups in the area
+        if group_shift > 0:
+            column = thread
+            while column < pitch:
+                total = element_at(area, tile + column)
+                for other in range(1, groups):
+                    total += element_at(area, tile + other * pitch + column)
+                set_element(area, tile + column, total)
+                set_element(z_parts, np.int64(first) * pitch + column, total)
+                column = opaque(np.int32(column + threads))
         if thread < CELLS:
             total = _ZERO
-            for warp in range(PARTS_TOGETHER // 4):
+            for warp in range(threads >> 5):
                 value = element_at(scratch, warp * CELLS + thread)
                 total = total + value if thread < 6 else maximum(total, value)
             set_element(sums, np.int64(first) * CELLS + thread, total)
@@ -308,6 +345,8 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         tile_rows,
         warps_a_row,
         area_floats,
+        set_shift,
+        group_shift,
         writes,
         gates,
         starts,
@@ -323,6 +362,21 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         spectral_bound,
         errors,
     ):
+        let_next_begin()
+        memory = array_at(memory)
+        output = array_at(output)
+        writes = array_at(writes)
+        gates = array_at(gates)
+        starts = array_at(starts)
+        power_vector = array_at(power_vector)
+        sigma_bound = array_at(sigma_bound)
+        sigma_out = array_at(sigma_out)
+        z_parts = array_at(z_parts)
+        sums = array_at(sums)
+        totals = array_at(totals)
+        areas = array_at(areas)
+        flags = array_at(flags)
+        counters = array_at(counters)
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         row_scratch = cuda.shared.array(ROW_SCRATCH, np.float32)
         cells = cuda.shared.array(BLOCK_CELLS, np.float32)
@@ -332,8 +386,12 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         few_words = cuda.local.array(vector, np.uint32)
         few = cuda.local.array(vector, np.float32)
         z = cuda.local.array(lanes_columns, np.float32)
-        part_words = cuda.local.array(16, np.uint32)
+        part_words0 = cuda.local.array(16, np.uint32)
+        part_words1 = cuda.local.array(16, np.uint32)
+        part_words2 = cuda.local.array(16, np.uint32)
+        part_words3 = cuda.local.array(16, np.uint32)
         part_values = cuda.local.array(16, np.float32)
+        totals_of_parts = cuda.local.array(4, np.float32)
         start_words = cuda.local.array(12, np.uint32)
         start_values = cuda.local.array(12, np.float32)
         area = cuda.shared.array(0, np.float32, 16)
@@ -353,10 +411,14 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
         if staged:
             left = np.int32((columns if row < end_row else 0) - start)
             load(memory, matrix_offset + np.int64(row) * columns + start, 1, left, words)
-        if row < end_row:
-            gate = element_at(gates, np.int64(matrix) * columns + row)
         start_floats = np.int32(3 * pitch)
         start_place = np.int64(matrix) * (start_floats + START_CELLS)
+        # The other arguments are read while the launch before is at work.
+        prefetch_line(gates, np.int64(matrix) * columns + min(row, columns - 1))
+        prefetch_line(sums, np.int64(cuda.blockIdx.x) * CELLS)
+        wait_for_previous()  # gates and start vectors are complete
+        if row < end_row:
+            gate = element_at(gates, np.int64(matrix) * columns + row)
         place = np.int32(4 * thread)
         while place < pitch:
             for vectors in range(3):
@@ -365,8 +427,6 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
             for vectors in range(3):
                 store_four(area, vectors * pitch + place, start_values, vectors * 4)
             place = np.int32(place + 4 * cuda.blockDim.x)
-        warm = element_at(starts, start_place + start_floats + WARM) > _ZERO
-        squares_h = element_at(starts, start_place + start_floats + SQUARES_H)
         cuda.syncthreads()  # the vectors are in the area
         shape = (matrix, columns, pitch, first_row, end_row, tile_rows, warps_a_row)
         place = (matrix_offset, tile, np.int64(cuda.blockIdx.x) * pitch)
@@ -380,26 +440,33 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
             set_element(sums, np.int64(cuda.blockIdx.x) * CELLS + thread, cell)
         # The last block to finish adds up for its set, and the last of those for theirs, until one has the matrix.
         first_block = np.int32(matrix * blocks)
-        counter = np.int32(matrix * 2 * ((blocks + PARTS_TOGETHER - 1) >> PARTS_SHIFT))
+        set_size = np.int32(1 << set_shift)
+        counter = np.int32(matrix * 2 * ((blocks + set_size - 1) >> set_shift))
         own_part, count, step = rank, blocks, np.int32(1)
-        goes_on, is_last = True, False
+        is_last = blocks == 1
+        goes_on = not is_last
+        if is_last and thread < CELLS:
+            cells[thread] = cell
         while goes_on:
-            own_set = np.int32(own_part >> PARTS_SHIFT)
-            members = np.int32(min(PARTS_TOGETHER, count - (own_set << PARTS_SHIFT)))
+            own_set = np.int32(own_part >> set_shift)
+            members = np.int32(min(set_size, count - (own_set << set_shift)))
             goes_on = last_arrival(counters, np.int64(counter + own_set), members, shared_flag)
             if goes_on:
-                first = np.int32(first_block + (own_set << PARTS_SHIFT) * step)
+                first = np.int32(first_block + (own_set << set_shift) * step)
                 together(
-                    z_parts, sums, first, step, members, columns, pitch, area, tile, cells, row_scratch,
-                    (part_words, part_values, start_values),
+                    z_parts, sums, first, step, members, group_shift, pitch, area, tile, cells, row_scratch,
+                    (part_words0, part_words1, part_words2, part_words3, part_values, totals_of_parts),
                 )  # fmt: skip
-                is_last = count <= PARTS_TOGETHER
+                is_last = count <= set_size
                 goes_on = not is_last
                 own_part = own_set
-                count = np.int32((count + PARTS_TOGETHER - 1) >> PARTS_SHIFT)
+                count = np.int32((count + set_size - 1) >> set_shift)
                 counter = np.int32(counter + count)
-                step = np.int32(step << PARTS_SHIFT)
+                step = np.int32(step << set_shift)
         if is_last:
+            start_place = np.int64(matrix) * (start_floats + START_CELLS)
+            warm = element_at(starts, start_place + start_floats + WARM) > _ZERO
+            squares_h = element_at(starts, start_place + start_floats + SQUARES_H)
             cuda.syncthreads()  # the sums of the matrix are in the cells
             settle_matrix(
                 matrix, columns, pitch, tile, area, cells, power_vector, sigma_bound, sigma_out, totals,

@@ -7,6 +7,8 @@ from functools import cache
 import numpy as np
 
 from burt_numba.backend import cuda
+from burt_numba.device.arguments import array_at
+from burt_numba.device.launch_order import let_next_begin, wait_for_previous
 from burt_numba.device.numeric import sigmoid_pair
 from burt_numba.device.rows import finite_or_zero
 from burt_numba.device.tiles import (
@@ -24,7 +26,7 @@ from burt_numba.device.tiles import (
     multiply_tiles,
 )
 from burt_numba.device.vector import element_at, load_vector, set_element, unpack_vectors
-from burt_numba.device.warp import FULL_MASK, shuffle_xor, sync_warp
+from burt_numba.device.warp import sync_warp
 from burt_numba.target import GATE_COLUMNS, GATE_SAMPLES, GATE_THREADS
 
 _ZERO = np.float32(0.0)
@@ -33,7 +35,7 @@ _EACH = 4
 """Columns of a sample that a lane stages together."""
 _STEPS = LANE_CELLS // _EACH
 _SAMPLES_A_STEP = DEPTH // _STEPS
-_GATES = WARPS * GATE_SAMPLES
+_GATES = WARPS * _SAMPLES_A_STEP * GATE_SAMPLES
 
 
 @cache
@@ -72,6 +74,11 @@ def writes_kernel(vector: int):
         writes,
         mean_gates,
     ):
+        let_next_begin()
+        hidden = array_at(hidden)
+        activations = array_at(activations)
+        writes = array_at(writes)
+        mean_gates = array_at(mean_gates)
         tiles = cuda.shared.array(TILES, np.float32, 16)
         gates = cuda.shared.array(_GATES, np.float32)
         words = cuda.local.array(LANE_CELLS, np.uint32)
@@ -98,6 +105,7 @@ def writes_kernel(vector: int):
             sums[product] = _ZERO
         for element in range(_EACH):
             kept[element] = _ZERO
+        wait_for_previous()  # the gates are complete
         for start in range(warp * DEPTH, samples, WARPS * DEPTH):
             first_sample = np.int32(start + staged_sample)
             row = np.int32(first_row + staged_column)
@@ -129,12 +137,11 @@ def writes_kernel(vector: int):
                 tiles, row_tile + own_row, column_tile + own_column, np.int32(samples - start),
                 (product_words, tall, wide, sums),
             )  # fmt: skip
+        # No shuffles: lanes may have gone apart in the loop, and come together for each of them at a price.
         for element in range(_EACH):
-            total = kept[element]
-            total += shuffle_xor(total, 8, FULL_MASK)
-            total += shuffle_xor(total, 16, FULL_MASK)
-            if cuda.laneid < 8:
-                gates[warp * GATE_SAMPLES + staged_column + element] = total
+            set_element(
+                gates, (warp * _SAMPLES_A_STEP + staged_sample) * GATE_SAMPLES + staged_column + element, kept[element]
+            )
         leave_products(tiles, warp, own_row, own_column, sums)
         for place in range(thread, PART, GATE_THREADS):
             row = np.int64(first_row + (place >> 5))
@@ -147,8 +154,8 @@ def writes_kernel(vector: int):
         row = np.int32(first_row + thread)
         if first_column == 0 and thread < GATE_SAMPLES and row < columns:
             total = _ZERO
-            for other in range(WARPS):
-                total += gates[other * GATE_SAMPLES + thread]
+            for other in range(WARPS * _SAMPLES_A_STEP):
+                total += element_at(gates, other * GATE_SAMPLES + thread)
             mean_gates[row] = total * share
 
     return cifg_writes_kernel
