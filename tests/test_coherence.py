@@ -50,7 +50,11 @@ def kernel(counters, out):
 
 waits = compiling.KernelSpec("waits", lambda: kernel, (), (128, 1)), ("i8:1C", "f4:1C")
 # Once before the block has arrived, and in the loop; no other load looks at the counters.
-assert len(accesses("ld.volatile.u64", *waits)) >= 2
+assert len(accesses("ld.volatile.u64", *waits)) == 1
+assert len(accesses("ld.acquire.gpu.u64", *waits)) >= 1
+# Who arrives leaves what it has written to those after it; the last one to all that wait.
+assert len([line for line in accesses("{", *waits) if "atom.acq_rel.gpu.global.inc.u32" in line]) == 1
+assert len([line for line in accesses("{", *waits) if "red.release.gpu.global.add.u64" in line]) == 1
 assert not [line for line in accesses("ld.global", *waits) if "64" in line]
 print("done")
 """

@@ -339,7 +339,7 @@ def test_numba_is_imported_in_one_place():
 
 
 # Every thread of a block, a warp or a cluster must come to these; the last three are fields of RowReductions.
-WAITS = {"syncthreads", "syncwarp", "cluster_barrier", "shfl_sync", "shfl_xor_sync", "any_sync"}
+WAITS = {"syncthreads", "syncwarp", "cluster_barrier", "warps_barrier", "shfl_sync", "shfl_xor_sync", "any_sync"}
 WAITS |= {".maximum", ".sum", ".sum3"}
 
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.cifg_launches import CELLS, LANE_COLUMNS, TILE_ROWS
+from burt_numba.device.named_barrier import warps_barrier
 from burt_numba.device.numeric import maximum, opaque, whole_quotient
 from burt_numba.device.vector import element_at, load_vector, prefetch_line, set_element, store_vector, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, warp_max, warp_sum, warp_sum3
@@ -33,7 +34,7 @@ _TOGETHER = 8
 
 @cuda.jit(device=True)
 def row_sums(a, b, c, scratch, base, warps_a_row):
-    """Three sums over the warps of a row, in all of them. A barrier, where there is more than one warp."""
+    """Three sums over the warps of a row, in all of them. They meet, where there is more than one."""
     a, b, c = warp_sum3(a, b, c, 32, FULL_MASK)
     if warps_a_row > 1:
         warp = cuda.threadIdx.x >> 5
@@ -41,9 +42,10 @@ def row_sums(a, b, c, scratch, base, warps_a_row):
             set_element(scratch, base + warp, a)
             set_element(scratch, base + 16 + warp, b)
             set_element(scratch, base + 32 + warp, c)
-        cuda.syncthreads()  # the parts of all warps of a row are in scratch
+        own = whole_quotient(np.int32(warp), warps_a_row)
+        warps_barrier(own, warps_a_row)  # the parts of all warps of the row are in scratch
         a, b, c = _ZERO, _ZERO, _ZERO
-        start = base + whole_quotient(np.int32(warp), warps_a_row) * warps_a_row
+        start = base + own * warps_a_row
         for other in range(start, start + warps_a_row):
             a += element_at(scratch, other)
             b += element_at(scratch, other + 16)
@@ -53,15 +55,16 @@ def row_sums(a, b, c, scratch, base, warps_a_row):
 
 @cuda.jit(device=True)
 def row_sum(value, scratch, base, warps_a_row):
-    """One sum over the warps of a row, in all of them. A barrier, where there is more than one warp."""
+    """One sum over the warps of a row, in all of them. They meet, where there is more than one."""
     value = warp_sum(value, 32, FULL_MASK)
     if warps_a_row > 1:
         warp = cuda.threadIdx.x >> 5
         if cuda.laneid == 0:
             set_element(scratch, base + warp, value)
-        cuda.syncthreads()  # the parts of all warps of a row are in scratch
+        own = whole_quotient(np.int32(warp), warps_a_row)
+        warps_barrier(own, warps_a_row)  # the parts of all warps of the row are in scratch
         value = _ZERO
-        start = base + whole_quotient(np.int32(warp), warps_a_row) * warps_a_row
+        start = base + own * warps_a_row
         for other in range(start, start + warps_a_row):
             value += element_at(scratch, other)
     return value

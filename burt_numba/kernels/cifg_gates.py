@@ -12,7 +12,7 @@ from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.coherence import last_arrival
 from burt_numba.device.gates import with_bias
 from burt_numba.device.launch_order import let_next_begin
-from burt_numba.device.numeric import sigmoid_pair, whole_quotient
+from burt_numba.device.numeric import opaque, sigmoid_pair, whole_quotient
 from burt_numba.device.row_reductions import row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.start_vectors import write_start
@@ -36,7 +36,7 @@ from burt_numba.target import GATE_COLUMNS, GATE_SAMPLES, GATE_THREADS
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-_LOADS = 4
+_LOADS = 8
 """Vectors of W_f in flight for a lane, with one sample."""
 _block_max = row_reductions(GATE_THREADS).maximum
 
@@ -54,26 +54,35 @@ def gate_kernel(vector: int):
     stride = 32 * vector
 
     @cuda.jit(device=True)
-    def part_product(weights, offset, weight_stride, source, origin, source_stride, count, buffers):
-        """A lane's part of the product of a part of a row of W_f with h or x, which count as 0 where not finite."""
+    def row_product(weights, offset, weight_stride, operand, width, buffers):
+        """A lane's part of the product of a row of W_f with [h; x]."""
+        hidden, hidden_origin, hidden_stride, inputs, inputs_origin, inputs_stride, columns = operand
         words, values, few_words, few = buffers
         total = _ZERO
-        for first in range(cuda.laneid * vector, count, _LOADS * stride):
+        first = np.int32(cuda.laneid * vector)
+        while first < width:
             for part in range(_LOADS):
-                column = first + part * stride
-                if column < count:
+                column = np.int32(first + part * stride)
+                if column < width:
                     load(weights, offset + (column if vector > 1 else column * weight_stride), words, part * vector)
                 else:
                     for element in range(vector):
                         words[part * vector + element] = np.uint32(0)
             unpack(weights, words, values)
             for part in range(_LOADS):
-                column = first + part * stride
-                if column < count:
-                    load(source, origin + (column if vector > 1 else column * source_stride), few_words, 0)
-                    unpack_one(source, few_words, few)
+                column = np.int32(first + part * stride)
+                if column < width:
+                    # A vector is in one of the two.
+                    is_hidden = column < columns
+                    place = column if is_hidden else np.int32(column - columns)
+                    if vector == 1:
+                        place *= hidden_stride if is_hidden else inputs_stride
+                    source = hidden if is_hidden else inputs
+                    load(source, (hidden_origin if is_hidden else inputs_origin) + place, few_words, 0)
+                    unpack_one(hidden, few_words, few)
                     for element in range(vector):
                         total += values[part * vector + element] * few[element]
+            first = opaque(np.int32(first + _LOADS * stride))
         return total
 
     @cuda.jit(device=True)
@@ -134,9 +143,8 @@ def gate_kernel(vector: int):
                 second = offset + np.int64(columns) * weights_stride1
                 # On its way with the rest.
                 own = element_at(bias, bias_origin + row * bias_stride)
-                total = part_product(
-                    weights, offset, weights_stride1, hidden, hidden_origin, hidden_stride, columns, buffers
-                ) + part_product(weights, second, weights_stride1, inputs, inputs_origin, inputs_stride, rest, buffers)
+                operand = (hidden, hidden_origin, hidden_stride, inputs, inputs_origin, inputs_stride, columns)
+                total = row_product(weights, offset, weights_stride1, operand, width, buffers)
                 if any_lane(not_finite(total), FULL_MASK):
                     total = careful_product(
                         weights, offset, weights_stride1, hidden, hidden_origin, hidden_stride, columns
