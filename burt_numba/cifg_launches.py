@@ -136,7 +136,7 @@ class MemoryLaunches(NamedTuple):
 
     def counters(self, matrices: int) -> tuple[int, int]:
         """Counters of the blocks of the update, and of the tiles of gates."""
-        # Sets of blocks, sets of sets, and so on.
+        # Sets of blocks, sets of sets, and so on: fewer than twice as many, for sets of 4 and more.
         update = matrices * 2 * -(-self.update.blocks // (1 << self.set_shift))
         return update, self.tiles if self.split > 1 else 0
 

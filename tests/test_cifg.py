@@ -23,7 +23,8 @@ from hypothesis.extra import numpy as hnp
 from support import LIMITS, ON_GPU, cases, normal, relative_error, to_host, to_target
 
 import burt_numba
-from burt_numba import cifg, reference
+from burt_numba import cifg, cifg_launches, reference
+from burt_numba.target import SIMULATED_CAPABILITY
 
 WITHIN = 1e4
 """A bound that no matrix of these tests comes to: there is no projection, so the update itself is seen."""
@@ -84,10 +85,18 @@ def test_many_samples(d, batch, shared):
         check_cifg(inputs, bound, shared=shared, together=True)
 
 
-@pytest.mark.parametrize("shared", [None, False, True])
-def test_blocks_add_up_in_sets(shared, monkeypatch):
-    """More blocks than one of them adds up for, and tiles of gates that several blocks share."""
+@pytest.mark.parametrize(("shared", "set_shift", "groups_shift"), [(None, 2, 0), (False, 2, 1), (True, 2, 2)])
+def test_blocks_add_up_in_sets(shared, set_shift, groups_shift, monkeypatch):
+    """Sets of sets of blocks, by one group of threads or by several; tiles of gates that several blocks share."""
     monkeypatch.setattr(cifg, "multiprocessors", lambda device: 64)
+    for operation in (cifg._SINGLE, cifg._BATCHED):
+        monkeypatch.setattr(operation, "_calls", {})
+    for name in ("_SET_SHIFT", "_LARGE_SET_SHIFT"):
+        monkeypatch.setattr(cifg_launches, name, set_shift)
+    monkeypatch.setattr(cifg_launches, "_MOST_GROUPS_SHIFT", groups_shift)
+    width, batch = 137 + 127, None if shared is None else 1
+    plan = cifg_launches.memory_launches(137, 1, batch, width, bool(shared), SIMULATED_CAPABILITY, 64)
+    assert plan.update.blocks > 4 << plan.set_shift and plan.group_shift == groups_shift
     inputs = random_inputs(137, 127, () if shared is None else (1,), shared=bool(shared), hidden=0.05, seed=137)
     memory = check_cifg(inputs, WITHIN, shared=shared).memory
     # Below this bound, but not by the sum of squares: what the blocks have added up is needed to tell.

@@ -132,6 +132,22 @@ def test_any_unit(exponent, projection):
         assert relative_error(outcome.memory / unit, plain.memory) <= LIMITS["float32"]
 
 
+@pytest.mark.parametrize("d", [4, 33, 64])
+@pytest.mark.parametrize("sigma", [0.5, 3.0])
+@pytest.mark.parametrize("carries", [False, True])
+def test_a_write_of_nothing_by_a_vector_near_the_largest_number(d, sigma, carries):
+    """Products with such an h are beyond float32; the gate keeps all of the memory, so that nothing is written."""
+    C = with_spectrum(np.linspace(sigma, 0.1, d))
+    inputs = kept(C, np.full(d, 3e38))._replace(b_f=np.full(d, 200, np.float32))
+    vector = np.zeros(d) if carries else None
+    outcome = run_cifg(inputs, power_vector=vector, power_iterations=100, validate_output=True)
+    assert outcome.counts == {} and sigma_of(outcome.memory) <= 0.95 * (1 + 1e-3)
+    # What is promised of sigma; of a memory within the bound, nothing changes.
+    assert relative_error(outcome.memory, expected_of(inputs).memory) <= (1e-3 if sigma > 0.95 else 0)
+    if carries:
+        assert np.linalg.norm(outcome.power_vector) == pytest.approx(1, rel=1e-5)
+
+
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e30])
 def test_scaling_brings_down_any_size(size):
     """Scaled, the result is as good as sigma is, however far over the bound that was: no code."""

@@ -108,10 +108,12 @@ def stage_vectors(
     has_hidden = np.float32(1e-30) < squares_h < np.float32(1e30)
     hidden_scale = reciprocal(square_root(squares_h)) if has_hidden else _ZERO
     length = random_scale * random_scale * squares_g
-    along = random_scale * dot_gh
+    # Without a length of h that is in range its products may be beyond float32, and there is no w.
+    along = random_scale * dot_gh if has_hidden else _ZERO
     if warm:
         length += scale * scale * squares_v + _TWO * scale * random_scale * dot_vg
-        along += scale * dot_vh
+        if has_hidden:
+            along += scale * dot_vh
     length = reciprocal(square_root(length))
     scale *= length
     random_scale *= length
