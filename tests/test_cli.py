@@ -650,6 +650,12 @@ def test_plan(run, operation, dims):
     assert out == f"{burt_numba.plan(operation, **dims)}\n"
 
 
+@pytest.mark.parametrize("words", [("--help",), ("-h",), ("--batch-size", "32", "--help")])
+def test_help_of_plan_behind_an_operation(run, words):
+    status, out, _ = run("plan", "constrained_softmax", *words)
+    assert status == 0 and out.startswith("usage: burt-numba plan") and "--batch-size" in out
+
+
 def test_bench_outside_a_checkout(refused, monkeypatch):
     monkeypatch.setattr("burt_numba.cli.bench.burt_numba.__file__", "/nowhere/burt_numba/__init__.py")
     assert "benchmarks run from a checkout" in refused("bench")

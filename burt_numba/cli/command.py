@@ -73,6 +73,10 @@ def _run_memory(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from burt_numba.cli.plan import plan
 
+    # All that follows the operation is left to be read as sizes, by argparse too.
+    if {"-h", "--help"} & set(arguments.dims):
+        arguments.print_help()
+        return 0
     return plan(arguments.operation, arguments.dims)
 
 
@@ -157,7 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("operation", choices=OPERATIONS, metavar="OP", help=f"one of: {', '.join(OPERATIONS)}")
     plan.add_argument("dims", nargs=argparse.REMAINDER, metavar="SIZES", help="--NAME VALUE for each size, as above")
-    plan.set_defaults(handler=_plan)
+    plan.set_defaults(handler=_plan, print_help=plan.print_help)
 
     about = "measure on the GPU (from a checkout)"
     bench = commands.add_parser("bench", help=about, description=about)
