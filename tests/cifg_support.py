@@ -6,7 +6,7 @@ import numpy as np
 from support import LIMITS, Guarded, events_of, relative_error, to_target
 
 import burt_numba
-from burt_numba import reference
+from burt_numba import cifg, reference
 
 KEEPS, REPLACES = np.float32(40), np.float32(-120)
 """Biases at which the forget gate is exactly 1 and 0 in float32."""
@@ -110,6 +110,12 @@ INPUTS = random_inputs(5, 3)
 BATCH = random_inputs(4, 3, (3,))
 SHARED = random_inputs(4, 3, (3,), shared=True)
 MODES = {None: INPUTS, False: BATCH, True: SHARED}
+
+
+def forget_calls(monkeypatch):
+    """Let the next call of each kind choose its launches anew, until the test is over."""
+    for operation in (cifg._SINGLE, cifg._BATCHED):
+        monkeypatch.setattr(operation, "_calls", {})
 
 
 def call(inputs, *args, shared=None, **options):

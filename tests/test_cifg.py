@@ -11,6 +11,7 @@ from cifg_support import (
     assert_cifg,
     check_cifg,
     expected_of,
+    forget_calls,
     kept,
     random_inputs,
     run_cifg,
@@ -89,8 +90,7 @@ def test_many_samples(d, batch, shared):
 def test_blocks_add_up_in_sets(shared, set_shift, groups_shift, monkeypatch):
     """Sets of sets of blocks, by one group of threads or by several; tiles of gates that several blocks share."""
     monkeypatch.setattr(cifg, "multiprocessors", lambda device: 64)
-    for operation in (cifg._SINGLE, cifg._BATCHED):
-        monkeypatch.setattr(operation, "_calls", {})
+    forget_calls(monkeypatch)
     for name in ("_SET_SHIFT", "_LARGE_SET_SHIFT"):
         monkeypatch.setattr(cifg_launches, name, set_shift)
     monkeypatch.setattr(cifg_launches, "_MOST_GROUPS_SHIFT", groups_shift)

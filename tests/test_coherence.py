@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from test_compiling import run_python
+from test_compiling import assert_compiled
 
 from burt_numba import simulator
 from burt_numba.backend import cuda
@@ -63,11 +63,7 @@ print("done")
 @pytest.mark.parametrize("script", [REPORTS, WAITS], ids=["reports", "a barrier of a group"])
 def test_others_are_seen_through_volatile_accesses(monkeypatch, tmp_path, script):
     """A plain load may be served from a multiprocessor's own cache, and moved out of a loop that waits for it."""
-    monkeypatch.setenv("BURT_NUMBA_CACHE_DIR", str(tmp_path))
-    done = run_python(COMPILER + script)
-    if done.stdout.startswith("skip:"):
-        pytest.skip(f"no compiler: neither of the extras cu12 and cu13 is installed ({done.stdout[6:200].strip()})")
-    assert (done.stdout.strip(), done.returncode) == ("done", 0), done.stderr
+    assert_compiled(COMPILER + script, monkeypatch, tmp_path)
 
 
 # Groups of blocks in the simulator ------------------------------------------------------------------------------------

@@ -264,12 +264,17 @@ print("done")
 """
 
 
-def test_compiles_without_a_gpu(monkeypatch, tmp_path):
+def assert_compiled(script, monkeypatch, tmp_path):
+    """Run a script that compiles, into an empty cache; it prints "skip: .." without a compiler, and "done"."""
     monkeypatch.setenv("BURT_NUMBA_CACHE_DIR", str(tmp_path))
-    done = run_python(COMPILE)
+    done = run_python(script)
     if done.stdout.startswith("skip:"):
         pytest.skip(f"no compiler: neither of the extras cu12 and cu13 is installed ({done.stdout[6:200].strip()})")
     assert (done.stdout.strip(), done.returncode) == ("done", 0), done.stderr
+
+
+def test_compiles_without_a_gpu(monkeypatch, tmp_path):
+    assert_compiled(COMPILE, monkeypatch, tmp_path)
 
 
 # Versions and targets that do not fit --------------------------------------------------------------------------------

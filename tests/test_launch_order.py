@@ -1,12 +1,11 @@
 """Launches that begin before the one before them is complete, and arguments that are addresses alone."""
 
 import pytest
-from cifg_support import MODES, call
+from cifg_support import MODES, call, forget_calls
 from support import to_target
 from test_coherence import COMPILER
-from test_compiling import run_python
+from test_compiling import assert_compiled
 
-from burt_numba import cifg
 from burt_numba.host import operation
 from burt_numba.host.launching import Array, Errors, Number, bare
 from burt_numba.target import can_overlap_launches
@@ -18,8 +17,7 @@ def launches(monkeypatch):
     seen = []
     prepare = operation.prepare
     monkeypatch.setattr(operation, "prepare", lambda launch, device: (seen.append(launch), prepare(launch, device))[1])
-    for function in (cifg._SINGLE, cifg._BATCHED):
-        monkeypatch.setattr(function, "_calls", {})
+    forget_calls(monkeypatch)
     return seen
 
 
@@ -87,8 +85,4 @@ print("done")
 
 @pytest.mark.parametrize("script", [f"WAITING = {WAITING}\n{CONTROLS}", BARE], ids=["controls", "bare arguments"])
 def test_what_is_compiled(monkeypatch, tmp_path, script):
-    monkeypatch.setenv("BURT_NUMBA_CACHE_DIR", str(tmp_path))
-    done = run_python(COMPILER + script)
-    if done.stdout.startswith("skip:"):
-        pytest.skip(f"no compiler: neither of the extras cu12 and cu13 is installed ({done.stdout[6:200].strip()})")
-    assert (done.stdout.strip(), done.returncode) == ("done", 0), done.stderr
+    assert_compiled(COMPILER + script, monkeypatch, tmp_path)

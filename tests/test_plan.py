@@ -4,6 +4,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+from cifg_support import forget_calls
 
 import burt_numba
 from burt_numba import BurtDimensionError, cifg, plan, simulator
@@ -196,8 +197,7 @@ def launched(monkeypatch, recorded):
 @pytest.fixture
 def updated(monkeypatch, recorded):
     """The launches of an update of memories."""
-    for operation in (cifg._SINGLE, cifg._BATCHED):
-        monkeypatch.setattr(operation, "_calls", {})
+    forget_calls(monkeypatch)
 
     def call(d, width, samples=None, shared=False):
         recorded.clear()

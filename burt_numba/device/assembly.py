@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from llvmlite import ir
+from numba.cuda.extending import intrinsic
+
+from burt_numba.backend import types
 
 
 def assembly(builder, result, operands, text, constraints):
@@ -41,3 +46,21 @@ def from_capability(builder, major, minor):
     return builder.if_then(
         builder.icmp_signed(">=", architecture, ir.Constant(architecture.type, 100 * major + 10 * minor))
     )
+
+
+def control(text, since=None):
+    """A device function of no arguments: instructions that memory accesses are not moved across.
+
+    ``since``: the compute capability before which it does nothing.
+    """
+
+    @intrinsic
+    def instructions(typingctx):
+        def codegen(context, builder, signature, args):
+            with from_capability(builder, *since) if since else nullcontext():
+                assembly(builder, ir.VoidType(), [], text, "~{memory}")
+            return context.get_dummy_value()
+
+        return types.void(), codegen
+
+    return instructions

@@ -30,7 +30,7 @@ else:
     from numba.cuda.extending import intrinsic
 
     from burt_numba.backend import types
-    from burt_numba.device.assembly import assembly, element_address
+    from burt_numba.device.assembly import assembly, control, element_address
 
     @intrinsic
     def cluster_rank(typingctx):
@@ -41,22 +41,11 @@ else:
 
         return types.int32(), codegen
 
-    def _barrier(text: str):
-        @intrinsic
-        def barrier(typingctx):
-            def codegen(context, builder, signature, args):
-                assembly(builder, ir.VoidType(), [], text, "~{memory}")
-                return context.get_dummy_value()
-
-            return types.void(), codegen
-
-        return barrier
-
     # All threads of all blocks of the cluster; their earlier shared-memory writes are visible afterwards.
-    cluster_barrier = _barrier("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
+    cluster_barrier = control("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;")
     # The same in two halves, without memory order: that all blocks of the cluster have begun.
-    cluster_arrive = _barrier("barrier.cluster.arrive.relaxed.aligned;")
-    cluster_wait = _barrier("barrier.cluster.wait.aligned;")
+    cluster_arrive = control("barrier.cluster.arrive.relaxed.aligned;")
+    cluster_wait = control("barrier.cluster.wait.aligned;")
 
     @intrinsic
     def cluster_store(typingctx, array, index, rank, value):

@@ -49,25 +49,21 @@ else:
 
         return types.void(types.int64, types.int64), codegen
 
-    @intrinsic
-    def load_now(typingctx, array, cell):
-        """Read an int64 as other multiprocessors have left it."""
+    def _load(instruction: str):
+        @intrinsic
+        def load(typingctx, array, cell):
+            def codegen(context, builder, signature, args):
+                address = element_address(context, builder, array, *args)
+                return assembly(builder, ir.IntType(64), [address], f"{instruction} $0, [$1];", "=l,l,~{memory}")
 
-        def codegen(context, builder, signature, args):
-            address = element_address(context, builder, array, *args)
-            return assembly(builder, ir.IntType(64), [address], "ld.volatile.u64 $0, [$1];", "=l,l,~{memory}")
+            return types.int64(array, types.int64), codegen
 
-        return types.int64(array, types.int64), codegen
+        return load
 
-    @intrinsic
-    def _load_acquiring(typingctx, array, cell):
-        """Read an int64, and see all that was written before it was."""
-
-        def codegen(context, builder, signature, args):
-            address = element_address(context, builder, array, *args)
-            return assembly(builder, ir.IntType(64), [address], "ld.acquire.gpu.u64 $0, [$1];", "=l,l,~{memory}")
-
-        return types.int64(array, types.int64), codegen
+    # Read an int64 as other multiprocessors have left it.
+    load_now = _load("ld.volatile.u64")
+    # The same, and see all that was written before it was.
+    _load_acquiring = _load("ld.acquire.gpu.u64")
 
     @intrinsic
     def _add_releasing(typingctx, array, cell, value):

@@ -18,25 +18,9 @@ if SIMULATED:
         """They are complete."""
 
 else:
-    from llvmlite import ir
-    from numba.cuda.extending import intrinsic
-
-    from burt_numba.backend import types
-    from burt_numba.device.assembly import assembly, from_capability
-
-    def _control(text: str):
-        @intrinsic
-        def control(typingctx):
-            def codegen(context, builder, signature, args):
-                with from_capability(builder, 9, 0):
-                    assembly(builder, ir.VoidType(), [], text, "~{memory}")
-                return context.get_dummy_value()
-
-            return types.void(), codegen
-
-        return control
+    from burt_numba.device.assembly import control
 
     # Once every block has called this or is done, the blocks of a launch that follows take what room there is.
-    let_next_begin = _control("griddepcontrol.launch_dependents;")
+    let_next_begin = control("griddepcontrol.launch_dependents;", since=(9, 0))
     # Until all earlier launches are complete, and what they wrote is visible.
-    wait_for_previous = _control("griddepcontrol.wait;")
+    wait_for_previous = control("griddepcontrol.wait;", since=(9, 0))

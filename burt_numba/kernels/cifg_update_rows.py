@@ -464,7 +464,6 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
                 counter = np.int32(counter + count)
                 step = np.int32(step << set_shift)
         if is_last:
-            start_place = np.int64(matrix) * (start_floats + START_CELLS)
             warm = element_at(starts, start_place + start_floats + WARM) > _ZERO
             squares_h = element_at(starts, start_place + start_floats + SQUARES_H)
             cuda.syncthreads()  # the sums of the matrix are in the cells
