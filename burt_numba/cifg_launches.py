@@ -39,6 +39,8 @@ _SMALL, _SMALL_BLOCK = 64, 128
 _START_ROWS = 3
 """What a block of an update does before and after its rows takes as long as so many steps over them."""
 _MOST_WAVES = 8
+_BLOCK_ROWS, _BLOCK_ELEMENTS = 64, 1 << 15
+"""A block with more rows and elements than that gains nothing: the starts and ends of others go on beside it."""
 _GATES_RESIDENT = 2
 """Blocks of gates that a multiprocessor holds."""
 _LEAST_DEPTH = 128
@@ -201,6 +203,7 @@ def memory_launches(
     if staged:
         resident = max(min(resident, most_shared_bytes(capability) // (4 * area + _STATIC_BYTES + 1024)), 1)
     rows = _rows_a_block(columns, matrices, tile_rows, multiprocessors * resident)
+    rows = min(rows, _whole(max(_BLOCK_ROWS, _BLOCK_ELEMENTS // columns), tile_rows))
     least = -(-columns // max(_MOST_PARTS // (matrices * pitch), 1))
     rows = min(max(rows, _whole(least, tile_rows)), _whole(columns, tile_rows))
     update = RowShape(threads, -(-columns // rows), staged, tile_rows, warps_a_row, rows, pitch, tile, area)
