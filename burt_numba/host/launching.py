@@ -8,11 +8,9 @@ the same description becomes views of NumPy arrays.
 from __future__ import annotations
 
 import ctypes
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -152,33 +150,6 @@ class _Holder:
         self._operand = operand
 
 
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute; its values here are whole numbers."""
-
-    _fields_ = (("kind", ctypes.c_uint), ("padding", ctypes.c_uint), ("value", ctypes.c_uint * 16))
-
-
-class _Config(ctypes.Structure):
-    """CUlaunchConfig."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared_bytes", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("attribute_count", ctypes.c_uint),
-    )
-
-
-@cache
-def _launch_function() -> Any:
-    """cuLaunchKernelEx of the driver. ``cuda.bindings`` takes the launch configuration apart at every call."""
-    function = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1").cuLaunchKernelEx
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
-    return function
-
-
 class DeviceLaunch:
     """A launch on one device. Operands are device pointers.
 
@@ -230,25 +201,46 @@ class DeviceLaunch:
         self._written_numbers: Sequence[float] | None = None
         self._written_operands: Sequence[int] | None = None
         handle = kernel_handle(launch.kernel, launch.types, device, launch.shared_bytes)
-        self._function = ctypes.c_void_p(int(handle))
+        self._function = driver.CUfunction(handle)
         self._launch = launch
-        self._driver = driver
-        self._driver_launch = _launch_function()
-        attributes = self._attributes(driver.CUlaunchAttributeID, can_overlap_launches(compute_capability(device)))
-        self._config = _Config(
-            (*launch.grid, 1), (launch.block, 1, 1), launch.shared_bytes, 0, attributes, len(attributes)
-        )
-        self._config_address = ctypes.byref(self._config)
+        self._driver_launch = driver.cuLaunchKernel
+        self._success = driver.CUresult.CUDA_SUCCESS
+        self._parameters_address = ctypes.addressof(self._parameters)
+        self._geometry = (*launch.grid, 1, launch.block, 1, 1, launch.shared_bytes)
+        self._config: Any = None
+        self._config_stream = 0
+        attributes = self._attributes(driver, can_overlap_launches(compute_capability(device)))
+        if attributes:
+            self._config = self._launch_config(driver, attributes)
+            self._driver_launch = driver.cuLaunchKernelEx
 
-    def _attributes(self, kinds: Any, overlaps: bool) -> Any:
-        values: list[tuple[Any, tuple[int, ...]]] = []
+    def _attributes(self, driver: Any, overlaps: bool) -> list[Any]:
+        kinds = driver.CUlaunchAttributeID
+        attributes = []
         if self._launch.cluster > 1:
-            values.append((kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, (self._launch.cluster, 1, 1)))
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            attributes[-1].value.clusterDim.x = self._launch.cluster
+            attributes[-1].value.clusterDim.y = 1
+            attributes[-1].value.clusterDim.z = 1
         elif self._launch.group > 1:
-            values.append((kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE, (1,)))
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attributes[-1].value.cooperative = 1
         if self._launch.follows and overlaps:
-            values.append((kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, (1,)))
-        return (_Attribute * len(values))(*(_Attribute(int(kind), 0, value) for kind, value in values))
+            attributes.append(driver.CUlaunchAttribute())
+            attributes[-1].id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attributes[-1].value.programmaticStreamSerializationAllowed = 1
+        return attributes
+
+    def _launch_config(self, driver: Any, attributes: list[Any]) -> Any:
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = *self._launch.grid, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self._launch.block, 1, 1
+        config.sharedMemBytes = self._launch.shared_bytes
+        config.attrs = attributes
+        config.numAttrs = len(attributes)
+        return config
 
     def __call__(self, operands: Sequence[int], numbers: Sequence[float], errors: Any, stream: int) -> None:
         cells = self._cells
@@ -266,11 +258,15 @@ class DeviceLaunch:
                     else:
                         cells[place] = int(numbers[index])
                 self._written_numbers = numbers
-            self._config.stream = stream
-            error = self._driver_launch(self._config_address, self._function, self._parameters, None)
-        if error:
-            name = self._driver.CUresult(error).name
-            raise RuntimeError(f"{self._launch.kernel.name}: launch failed: {name}")
+            if self._config is None:
+                (error,) = self._driver_launch(self._function, *self._geometry, stream, self._parameters_address, 0)
+            else:
+                if stream != self._config_stream:
+                    self._config.hStream = stream
+                    self._config_stream = stream
+                (error,) = self._driver_launch(self._config, self._function, self._parameters_address, 0)
+        if error is not self._success:
+            raise RuntimeError(f"{self._launch.kernel.name}: launch failed: {error.name}")
 
 
 def bare(arguments: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,9 +10,11 @@ from burt_numba.backend import cuda
 from burt_numba.device.arguments import array_at
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.coherence import last_arrival
+from burt_numba.device.events import rolled
 from burt_numba.device.gates import with_bias
 from burt_numba.device.launch_order import let_next_begin
 from burt_numba.device.numeric import opaque, sigmoid_pair, whole_quotient
+from burt_numba.device.parts import add_parts, load_parts
 from burt_numba.device.row_reductions import row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.start_vectors import write_start
@@ -30,7 +32,14 @@ from burt_numba.device.tiles import (
     leave_products,
     multiply_tiles,
 )
-from burt_numba.device.vector import element_at, load_vector, set_element, unpack_vectors
+from burt_numba.device.vector import (
+    element_at,
+    load_vector,
+    prefetch_line,
+    set_element,
+    store_vector,
+    unpack_vectors,
+)
 from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp, warp_sum
 from burt_numba.target import GATE_COLUMNS, GATE_SAMPLES, GATE_THREADS
 
@@ -39,6 +48,7 @@ _ONE = np.float32(1.0)
 _LOADS = 8
 """Vectors of W_f in flight for a lane, with one sample."""
 _block_max = row_reductions(GATE_THREADS).maximum
+_load_four, _unpack_four, _store_four = load_vector(4), unpack_vectors(4, 1), store_vector(4)
 
 
 @cache
@@ -304,6 +314,7 @@ def gates_kernel(vector: int, is_shared: bool):
         counters = array_at(counters)
         scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
         tiles = cuda.shared.array(TILES, np.float32, 16)
+        biases = cuda.shared.array(GATE_COLUMNS, np.float32)
         shared_flag = cuda.shared.array(1, np.int32)
         sample_words = cuda.local.array(LANE_CELLS, np.uint32)
         weight_words = cuda.local.array(LANE_CELLS, np.uint32)
@@ -312,6 +323,7 @@ def gates_kernel(vector: int, is_shared: bool):
         tall = cuda.local.array(TALL, np.float32)
         wide = cuda.local.array(WIDE, np.float32)
         sums = cuda.local.array(PRODUCTS, np.float32)
+        totals = cuda.local.array(4, np.float32)
         product_buffers = (product_words, tall, wide, sums)
         hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
         inputs_place = (inputs_origin, inputs_stride0, inputs_stride1)
@@ -350,6 +362,9 @@ def gates_kernel(vector: int, is_shared: bool):
             load_stretch(
                 weights, weights_place, width, weights, weights_place, width, weight_row, columns, start, weight_words
             )
+            column = np.int32(first_column + thread)
+            if thread < GATE_COLUMNS:
+                biases[thread] = _ZERO if column >= columns else element_at(bias, bias_origin + column * bias_stride)
             while start < width:
                 sync_warp()  # the stretch before has been used
                 unpack(hidden, sample_words, values)
@@ -358,6 +373,11 @@ def gates_kernel(vector: int, is_shared: bool):
                 stage(values, tiles, weight_tile + cell)
                 left = np.int32(width - start)
                 start = np.int32(start + step)
+                following = np.int32(start + step)
+                if following < width and first_column + cuda.laneid < columns:
+                    # W_f may be far away, and as a rule is read once.
+                    row = np.int64(first_column + cuda.laneid)
+                    prefetch_line(weights, weights_origin + row * weights_stride0 + following * weights_stride1)
                 load_stretch(
                     hidden, hidden_place, columns, inputs, inputs_place, width, sample_row, samples, start, sample_words
                 )
@@ -377,23 +397,35 @@ def gates_kernel(vector: int, is_shared: bool):
                 if works:
                     multiply_tiles(tiles, sample_tile + own_sample, weight_tile + own_column, left, product_buffers)
             leave_products(tiles, warp, own_sample, own_column, sums)
-            for place in range(thread, PART, GATE_THREADS):
-                total = _ZERO
-                for other in range(WARPS):
-                    total += element_at(tiles, other * PART + place)
-                set_element(tiles, place, total)
-                if split > 1:
-                    set_element(tile_parts, np.int64(block) * PART + place, total)
+            own = np.int32(4 * thread)
+            for element in range(4):
+                totals[element] = _ZERO
+            for other in range(WARPS):
+                _load_four(tiles, other * PART + own, product_words, 0)
+                _unpack_four(tiles, product_words, wide)
+                for element in range(4):
+                    totals[element] += wide[element]
+            if split > 1:
+                _store_four(tile_parts, np.int64(block) * PART + own, totals, 0)
             if split == 1 or last_arrival(counters, np.int64(tile), split, shared_flag):
+                if split > 1:
+                    for element in range(4):
+                        totals[element] = _ZERO
+                    left = split
+                    parts_start = np.int64(tile) * split * PART + own
+                    while left > 0:
+                        load_parts(tile_parts, parts_start, PART, left, sample_words)
+                        load_parts(tile_parts, parts_start + 4 * PART, PART, left - 4, weight_words)
+                        add_parts(tile_parts, sample_words, values, totals)
+                        add_parts(tile_parts, weight_words, values, totals)
+                        left = opaque(np.int32(left - 8))
+                        parts_start += 8 * PART
+                _store_four(tiles, own, totals, 0)
                 bad = _ZERO
-                for place in range(thread, PART, GATE_THREADS):
+                for place in range(own, own + rolled(4, errors)):
                     sample = np.int64(first_sample + (place >> 5))
                     column = np.int64(first_column + (place & 31))
                     total = element_at(tiles, place)
-                    if split > 1:
-                        total = _ZERO
-                        for other in range(split):
-                            total += element_at(tile_parts, (np.int64(tile) * split + other) * PART + place)
                     if sample < samples and column < columns:
                         if not_finite(total):
                             bad = _ONE
@@ -402,8 +434,7 @@ def gates_kernel(vector: int, is_shared: bool):
                                 columns, width,
                             )  # fmt: skip
                         flat = sample * columns + column
-                        own = bias[bias_origin + column * bias_stride]
-                        total = with_bias(total, own, column, sample == 0, flat, True, errors)
+                        total = with_bias(total, biases[place & 31], column, sample == 0, flat, True, errors)
                         activations[flat] = total
                         if forget_gate_out.size > 0:
                             forget_gate_out[flat] = sigmoid_pair(total)[0]

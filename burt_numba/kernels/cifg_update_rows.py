@@ -43,6 +43,7 @@ from burt_numba.device.matrix_rows import (
     start_sweep,
 )
 from burt_numba.device.numeric import maximum, opaque, sigmoid_pair, whole_quotient
+from burt_numba.device.parts import add_parts, load_parts
 from burt_numba.device.rows import not_finite, report_not_finite
 from burt_numba.device.start_vectors import SQUARES_H, WARM
 from burt_numba.device.vector import element_at, load_vector, prefetch_line, set_element, store_vector, unpack_vectors
@@ -51,7 +52,7 @@ from burt_numba.device.warp import FULL_MASK, any_lane, shuffle_xor
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 load_four, store_four = load_vector(4), store_vector(4)
-unpack_three, unpack_some = unpack_vectors(4, 3), unpack_vectors(4, 4)
+unpack_three = unpack_vectors(4, 3)
 
 
 @cache
@@ -244,25 +245,6 @@ def update_kernel(is_shared: bool, vector: int, staged: bool):
             row, offset, left = following, next_offset, next_left
         flush(area, tile, pitch, columns, tile_rows, start, own, z, work, own_part)
         return vv, vw, ww, squares, written, lost, most_kept
-
-    @cuda.jit(device=True)
-    def load_parts(z_parts, start, apart, left, words):
-        """Four columns of four parts, which begin at ``start`` and are ``apart``; 0 beyond those that are ``left``."""
-        for each in range(4):
-            if each < left:
-                load_four(z_parts, start + each * apart, words, each * 4)
-            else:
-                for element in range(4):
-                    words[each * 4 + element] = np.uint32(0)
-
-    @cuda.jit(device=True)
-    def add_parts(z_parts, words, values, totals):
-        unpack_some(z_parts, words, values)
-        for element in range(4):
-            total = totals[element] + values[element]
-            total += values[element + 4]
-            total += values[element + 8]
-            totals[element] = total + values[element + 12]
 
     @cuda.jit(device=True)
     def together(
