@@ -26,6 +26,7 @@ TILES = WARPS * 2 * TILE
 LANE_CELLS = DEPTH * GATE_SAMPLES // 32
 """That a lane stages of each operand."""
 PART = GATE_SAMPLES * GATE_COLUMNS
+_ZERO = np.float32(0.0)
 _load_tall, _unpack_tall = load_vector(TALL), unpack_vectors(TALL, 1)
 _load_wide, _unpack_wide, _store_wide = load_vector(WIDE), unpack_vectors(WIDE, 1), store_vector(WIDE)
 
@@ -55,3 +56,15 @@ def leave_products(tiles, warp, own_row, own_column, sums):
     for row in range(TALL):
         _store_wide(tiles, warp * PART + (own_row + row) * GATE_COLUMNS + own_column, sums, row * WIDE)
     cuda.syncthreads()  # the results of all warps are in place
+
+
+@cuda.jit(device=True)
+def add_products(tiles, own, words, values, totals):
+    """Four results from a place on, added up over the warps in their order. The others: of 4 cells at least."""
+    for element in range(WIDE):
+        totals[element] = _ZERO
+    for warp in range(WARPS):
+        _load_wide(tiles, warp * PART + own, words, 0)
+        _unpack_wide(tiles, words, values)
+        for element in range(WIDE):
+            totals[element] += values[element]

@@ -29,6 +29,7 @@ from burt_numba.device.tiles import (
     TILES,
     WARPS,
     WIDE,
+    add_products,
     leave_products,
     multiply_tiles,
 )
@@ -48,7 +49,7 @@ _ONE = np.float32(1.0)
 _LOADS = 8
 """Vectors of W_f in flight for a lane, with one sample."""
 _block_max = row_reductions(GATE_THREADS).maximum
-_load_four, _unpack_four, _store_four = load_vector(4), unpack_vectors(4, 1), store_vector(4)
+_store_four = store_vector(4)
 
 
 @cache
@@ -398,13 +399,7 @@ def gates_kernel(vector: int, is_shared: bool):
                     multiply_tiles(tiles, sample_tile + own_sample, weight_tile + own_column, left, product_buffers)
             leave_products(tiles, warp, own_sample, own_column, sums)
             own = np.int32(4 * thread)
-            for element in range(4):
-                totals[element] = _ZERO
-            for other in range(WARPS):
-                _load_four(tiles, other * PART + own, product_words, 0)
-                _unpack_four(tiles, product_words, wide)
-                for element in range(4):
-                    totals[element] += wide[element]
+            add_products(tiles, own, product_words, wide, totals)
             if split > 1:
                 _store_four(tile_parts, np.int64(block) * PART + own, totals, 0)
             if split == 1 or last_arrival(counters, np.int64(tile), split, shared_flag):

@@ -14,7 +14,6 @@ from burt_numba.device.rows import finite_or_zero
 from burt_numba.device.tiles import (
     DEPTH,
     LANE_CELLS,
-    PART,
     PITCH,
     PRODUCTS,
     TALL,
@@ -22,12 +21,13 @@ from burt_numba.device.tiles import (
     TILES,
     WARPS,
     WIDE,
+    add_products,
     leave_products,
     multiply_tiles,
 )
-from burt_numba.device.vector import element_at, load_vector, set_element, unpack_vectors
+from burt_numba.device.vector import element_at, load_vector, store_vector, unpack_vectors
 from burt_numba.device.warp import sync_warp
-from burt_numba.target import GATE_COLUMNS, GATE_SAMPLES, GATE_THREADS
+from burt_numba.target import GATE_COLUMNS, GATE_SAMPLES
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -35,6 +35,7 @@ _EACH = 4
 """Columns of a sample that a lane stages together."""
 _STEPS = LANE_CELLS // _EACH
 _SAMPLES_A_STEP = DEPTH // _STEPS
+_store = store_vector(_EACH)
 _GATES = WARPS * _SAMPLES_A_STEP * GATE_SAMPLES
 
 
@@ -42,10 +43,11 @@ _GATES = WARPS * _SAMPLES_A_STEP * GATE_SAMPLES
 def writes_kernel(vector: int):
     """The kernel for loads of ``vector`` elements.
 
-    Block (x, y) has rows 32 x .. 32 x + 31 and columns 32 y .. 32 y + 31 of the write, warp w the samples 16 w .. + 15,
-    then those 128 further on, and so on. The order of all sums is fixed: the same bits on every run.
+    Block (x, y) has rows 32 x .. 32 x + 31 and columns 32 y .. 32 y + 31 of the write, warp w the samples 16 w .. + 15
+    (fewer where there are fewer than 128), then those 128 further on, and so on. The order of all sums is fixed: the
+    same bits on every run.
     """
-    load = load_vector(vector)
+    load, store = load_vector(vector), store_vector(vector)
     unpack = unpack_vectors(vector, LANE_CELLS // vector)
 
     @cuda.jit(device=True)
@@ -80,15 +82,18 @@ def writes_kernel(vector: int):
         writes = array_at(writes)
         mean_gates = array_at(mean_gates)
         tiles = cuda.shared.array(TILES, np.float32, 16)
-        gates = cuda.shared.array(_GATES, np.float32)
-        words = cuda.local.array(LANE_CELLS, np.uint32)
+        gates = cuda.shared.array(_GATES, np.float32, 16)
+        gate_words = cuda.local.array(LANE_CELLS, np.uint32)
+        row_words = cuda.local.array(LANE_CELLS, np.uint32)
+        column_words = cuda.local.array(LANE_CELLS, np.uint32)
+        weights = cuda.local.array(LANE_CELLS, np.float32)
         values = cuda.local.array(LANE_CELLS, np.float32)
         product_words = cuda.local.array(TALL, np.uint32)
         tall = cuda.local.array(TALL, np.float32)
         wide = cuda.local.array(WIDE, np.float32)
         kept = cuda.local.array(_EACH, np.float32)
-        weights = cuda.local.array(LANE_CELLS, np.float32)
         sums = cuda.local.array(PRODUCTS, np.float32)
+        totals = cuda.local.array(WIDE, np.float32)
         thread = np.int32(cuda.threadIdx.x)
         warp = np.int32(thread >> 5)
         first_row = np.int32(cuda.blockIdx.x * GATE_SAMPLES)
@@ -100,57 +105,63 @@ def writes_kernel(vector: int):
         staged_column = np.int32((cuda.laneid & 7) * _EACH)
         staged_sample = np.int32(cuda.laneid >> 3)
         cell = staged_sample * PITCH + staged_column
+        row = np.int32(first_row + staged_column)
+        column = np.int32(first_column + staged_column)
         share = _ONE / np.float32(samples)
         for product in range(PRODUCTS):
             sums[product] = _ZERO
         for element in range(_EACH):
             kept[element] = _ZERO
+        # Few samples are spread over all warps.
+        depth = np.int32(min(DEPTH, (samples + GATE_SAMPLES - 1) // GATE_SAMPLES * _SAMPLES_A_STEP))
+        start = np.int32(warp * depth)
+        first_sample = np.int32(start + staged_sample)
+        end = np.int32(min(start + depth, samples))
+        load_cells(hidden, hidden_origin, hidden_stride0, hidden_stride1, row, columns, first_sample, end, row_words)
+        load_cells(
+            hidden, hidden_origin, hidden_stride0, hidden_stride1, column, columns, first_sample, end, column_words
+        )
         wait_for_previous()  # the gates are complete
-        for start in range(warp * DEPTH, samples, WARPS * DEPTH):
-            first_sample = np.int32(start + staged_sample)
-            row = np.int32(first_row + staged_column)
-            load_cells(activations, np.int64(0), np.int64(columns), 1, row, columns, first_sample, samples, words)
-            unpack(activations, words, weights)
-            load_cells(
-                hidden, hidden_origin, hidden_stride0, hidden_stride1, row, columns, first_sample, samples, words
-            )
-            unpack(hidden, words, values)
+        load_cells(activations, np.int64(0), np.int64(columns), 1, row, columns, first_sample, end, gate_words)
+        while start < samples:
+            unpack(activations, gate_words, weights)
+            unpack(hidden, row_words, values)
             sync_warp()  # the samples before have been used
             for step in range(_STEPS):
-                is_sample = first_sample + step * _SAMPLES_A_STEP < samples
+                is_sample = first_sample + step * _SAMPLES_A_STEP < end
                 for element in range(_EACH):
                     forget, weight = sigmoid_pair(weights[step * _EACH + element])
                     kept[element] += forget if is_sample else _ZERO
-                    weight *= finite_or_zero(values[step * _EACH + element]) * share
-                    set_element(tiles, row_tile + cell + step * _SAMPLES_A_STEP * PITCH + element, weight)
-            load_cells(
-                hidden, hidden_origin, hidden_stride0, hidden_stride1, np.int32(first_column + staged_column), columns,
-                first_sample, samples, words,
-            )  # fmt: skip
-            unpack(hidden, words, values)
+                    weights[step * _EACH + element] = weight * finite_or_zero(values[step * _EACH + element]) * share
+                _store(tiles, row_tile + cell + step * _SAMPLES_A_STEP * PITCH, weights, step * _EACH)
+            unpack(hidden, column_words, values)
             for step in range(_STEPS):
                 for element in range(_EACH):
-                    place = column_tile + cell + step * _SAMPLES_A_STEP * PITCH + element
-                    set_element(tiles, place, finite_or_zero(values[step * _EACH + element]))
+                    values[step * _EACH + element] = finite_or_zero(values[step * _EACH + element])
+                _store(tiles, column_tile + cell + step * _SAMPLES_A_STEP * PITCH, values, step * _EACH)
             sync_warp()  # these samples are staged
-            multiply_tiles(
-                tiles, row_tile + own_row, column_tile + own_column, np.int32(samples - start),
-                (product_words, tall, wide, sums),
-            )  # fmt: skip
-        # No shuffles: lanes may have gone apart in the loop, and come together for each of them at a price.
-        for element in range(_EACH):
-            set_element(
-                gates, (warp * _SAMPLES_A_STEP + staged_sample) * GATE_SAMPLES + staged_column + element, kept[element]
+            left = np.int32(end - start)
+            multiply_tiles(tiles, row_tile + own_row, column_tile + own_column, left, (product_words, tall, wide, sums))
+            start = np.int32(start + WARPS * depth)
+            first_sample = np.int32(start + staged_sample)
+            end = np.int32(min(start + depth, samples))
+            load_cells(
+                hidden, hidden_origin, hidden_stride0, hidden_stride1, row, columns, first_sample, end, row_words
             )
+            load_cells(
+                hidden, hidden_origin, hidden_stride0, hidden_stride1, column, columns, first_sample, end, column_words
+            )
+            load_cells(activations, np.int64(0), np.int64(columns), 1, row, columns, first_sample, end, gate_words)
+        # No shuffles: lanes may have gone apart in the loop, and come together for each of them at a price.
+        _store(gates, (warp * _SAMPLES_A_STEP + staged_sample) * GATE_SAMPLES + staged_column, kept, 0)
         leave_products(tiles, warp, own_row, own_column, sums)
-        for place in range(thread, PART, GATE_THREADS):
-            row = np.int64(first_row + (place >> 5))
-            column = np.int64(first_column + (place & 31))
-            if row < columns and column < columns:
-                total = _ZERO
-                for other in range(WARPS):
-                    total += element_at(tiles, other * PART + place)
-                set_element(writes, row * columns + column, total)
+        add_products(tiles, np.int32(4 * thread), product_words, wide, totals)
+        row = np.int32(first_row + (thread >> 3))
+        column = np.int32(first_column + 4 * (thread & 7))
+        if row < columns:
+            for element in range(0, WIDE, vector):
+                if column + element < columns:
+                    store(writes, np.int64(row) * columns + column + element, totals, element)
         row = np.int32(first_row + thread)
         if first_column == 0 and thread < GATE_SAMPLES and row < columns:
             total = _ZERO
