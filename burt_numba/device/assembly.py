@@ -25,8 +25,8 @@ def element_address(context, builder, array_type, array, index):
     return builder.ptrtoint(builder.gep(struct.data, [index]), ir.IntType(64))
 
 
-def from_capability(builder, major, minor):
-    """A context: what is built in it is compiled for this compute capability and later ones only."""
+def at_least(builder, major, minor):
+    """Whether the code is compiled for this compute capability or a later one, which the compiler answers."""
     module = builder.module
     text = bytearray(b"__CUDA_ARCH\0")
     name = "burt_numba_architecture"
@@ -41,11 +41,14 @@ def from_capability(builder, major, minor):
     answer_type = ir.FunctionType(ir.IntType(32), [letter.as_pointer()])
     reflect = module.globals.get("__nvvm_reflect") or ir.Function(module, answer_type, "__nvvm_reflect")
     pointer = builder.bitcast(builder.addrspacecast(question, question.value_type.as_pointer()), letter.as_pointer())
-    # The compiler answers while it compiles, and drops what is not reached.
     architecture = builder.call(reflect, [pointer])
-    return builder.if_then(
-        builder.icmp_signed(">=", architecture, ir.Constant(architecture.type, 100 * major + 10 * minor))
-    )
+    return builder.icmp_signed(">=", architecture, ir.Constant(architecture.type, 100 * major + 10 * minor))
+
+
+def from_capability(builder, major, minor):
+    """A context: what is built in it is compiled for this compute capability and later ones only."""
+    # What is not reached is dropped.
+    return builder.if_then(at_least(builder, major, minor))
 
 
 def control(text, since=None):

@@ -22,22 +22,20 @@ from burt_numba.device.tiles import (
     DEPTH,
     LANE_CELLS,
     PART,
-    PITCH,
     PRODUCTS,
-    TALL,
+    ROW_PITCH,
     TILE,
     TILES,
     WARPS,
-    WIDE,
     add_products,
     leave_products,
     multiply_tiles,
+    result_cell,
 )
 from burt_numba.device.vector import (
     element_at,
     load_vector,
     prefetch_line,
-    set_element,
     store_vector,
     unpack_vectors,
 )
@@ -188,13 +186,11 @@ def gates_kernel(vector: int, is_shared: bool):
     (x, y, part) has samples 32 x .. 32 x + 31 and columns 32 y .. 32 y + 31 of the gates, and every ``split``-th
     stretch of 16 along [h; x] from its warps on:
 
-        lane l of each warp: samples 8 (l / 8) .. + 7, columns 4 (l % 8) .. + 3
-
-    A warp stages its stretches in shared memory, transposed, the next one on its way while it multiplies. The parts of
+    A warp stages its stretches in shared memory, the next one on its way while it multiplies. The parts of
     a block's warps, then those of the ``split`` blocks of a tile, are added in their order; the last block to finish
     does that. What is not finite shows in the totals, which are then made again with care.
     """
-    load = load_vector(vector)
+    load, store = load_vector(vector), store_vector(vector)
     unpack = unpack_vectors(vector, LANE_CELLS // vector)
     parts = LANE_CELLS // vector
     rows_a_part = 32 * vector // DEPTH
@@ -222,10 +218,9 @@ def gates_kernel(vector: int, is_shared: bool):
 
     @cuda.jit(device=True)
     def stage(values, tiles, cell):
-        """A lane's cells to the tile of its warp, transposed."""
+        """A lane's cells to the tile of its warp."""
         for part in range(parts):
-            for element in range(vector):
-                set_element(tiles, cell + element * PITCH + part * rows_a_part, values[part * vector + element])
+            store(tiles, cell + part * rows_a_part * ROW_PITCH, values, part * vector)
 
     @cuda.jit(device=True)
     def careful_total(
@@ -320,12 +315,13 @@ def gates_kernel(vector: int, is_shared: bool):
         sample_words = cuda.local.array(LANE_CELLS, np.uint32)
         weight_words = cuda.local.array(LANE_CELLS, np.uint32)
         values = cuda.local.array(LANE_CELLS, np.float32)
-        product_words = cuda.local.array(TALL, np.uint32)
-        tall = cuda.local.array(TALL, np.float32)
-        wide = cuda.local.array(WIDE, np.float32)
         sums = cuda.local.array(PRODUCTS, np.float32)
         totals = cuda.local.array(4, np.float32)
-        product_buffers = (product_words, tall, wide, sums)
+        first_values = cuda.local.array(8, np.float32)
+        first_rest = cuda.local.array(8, np.float32)
+        second_values = cuda.local.array(2, np.float32)
+        second_rest = cuda.local.array(2, np.float32)
+        product_buffers = (first_values, first_rest, second_values, second_rest, sums)
         hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
         inputs_place = (inputs_origin, inputs_stride0, inputs_stride1)
         weights_place = (weights_origin, weights_stride0, weights_stride1)
@@ -344,16 +340,16 @@ def gates_kernel(vector: int, is_shared: bool):
             tile_x = whole_quotient(tile, tiles_down)
             first_sample = np.int32(tile_x * GATE_SAMPLES)
             first_column = np.int32((tile - tile_x * tiles_down) * GATE_COLUMNS)
-            own_sample = np.int32((cuda.laneid >> 3) * TALL)
-            own_column = np.int32((cuda.laneid & 7) * WIDE)
             sample_tile = np.int32(warp * 2 * TILE)
             weight_tile = np.int32(sample_tile + TILE)
             own_row = np.int32(cuda.laneid * vector >> 4)
-            cell = np.int32((cuda.laneid * vector & 15) * PITCH + own_row)
+            if vector > 1:
+                # Lanes that store together have rows 4 apart, which lie in different banks.
+                own_row = np.int32((own_row & 1) * 4 + (own_row >> 1))
+            cell = np.int32(own_row * ROW_PITCH + (cuda.laneid * vector & 15))
             sample_row = np.int32(first_sample + own_row)
             weight_row = np.int32(first_column + own_row)
             step = np.int32(split * WARPS * DEPTH)
-            works = first_sample + own_sample < samples and first_column + own_column < columns
             for product in range(PRODUCTS):
                 sums[product] = _ZERO
             start = np.int32((part * WARPS + warp) * DEPTH)
@@ -395,11 +391,10 @@ def gates_kernel(vector: int, is_shared: bool):
                     weight_words,
                 )
                 sync_warp()  # the stretch is staged
-                if works:
-                    multiply_tiles(tiles, sample_tile + own_sample, weight_tile + own_column, left, product_buffers)
-            leave_products(tiles, warp, own_sample, own_column, sums)
+                multiply_tiles(tiles, sample_tile, weight_tile, ROW_PITCH, 1, left, product_buffers)
+            leave_products(tiles, warp, sums)
             own = np.int32(4 * thread)
-            add_products(tiles, own, product_words, wide, totals)
+            add_products(tiles, sample_words, values, totals)
             if split > 1:
                 _store_four(tile_parts, np.int64(block) * PART + own, totals, 0)
             if split == 1 or last_arrival(counters, np.int64(tile), split, shared_flag):
@@ -415,12 +410,14 @@ def gates_kernel(vector: int, is_shared: bool):
                         add_parts(tile_parts, weight_words, values, totals)
                         left = opaque(np.int32(left - 8))
                         parts_start += 8 * PART
-                _store_four(tiles, own, totals, 0)
+                own_cell = result_cell(thread)
+                _store_four(tiles, own_cell, totals, 0)
                 bad = _ZERO
-                for place in range(own, own + rolled(4, errors)):
+                for element in range(rolled(4, errors)):
+                    place = own + element
                     sample = np.int64(first_sample + (place >> 5))
                     column = np.int64(first_column + (place & 31))
-                    total = element_at(tiles, place)
+                    total = element_at(tiles, own_cell + element)
                     if sample < samples and column < columns:
                         if not_finite(total):
                             bad = _ONE

@@ -14,13 +14,11 @@ from burt_numba.device.rows import finite_or_zero
 from burt_numba.device.tiles import (
     DEPTH,
     LANE_CELLS,
-    PITCH,
+    PLACE_PITCH,
     PRODUCTS,
-    TALL,
     TILE,
     TILES,
     WARPS,
-    WIDE,
     add_products,
     leave_products,
     multiply_tiles,
@@ -88,23 +86,23 @@ def writes_kernel(vector: int):
         column_words = cuda.local.array(LANE_CELLS, np.uint32)
         weights = cuda.local.array(LANE_CELLS, np.float32)
         values = cuda.local.array(LANE_CELLS, np.float32)
-        product_words = cuda.local.array(TALL, np.uint32)
-        tall = cuda.local.array(TALL, np.float32)
-        wide = cuda.local.array(WIDE, np.float32)
+        first_values = cuda.local.array(8, np.float32)
+        first_rest = cuda.local.array(8, np.float32)
+        second_values = cuda.local.array(2, np.float32)
+        second_rest = cuda.local.array(2, np.float32)
         kept = cuda.local.array(_EACH, np.float32)
         sums = cuda.local.array(PRODUCTS, np.float32)
-        totals = cuda.local.array(WIDE, np.float32)
+        product_buffers = (first_values, first_rest, second_values, second_rest, sums)
+        totals = cuda.local.array(4, np.float32)
         thread = np.int32(cuda.threadIdx.x)
         warp = np.int32(thread >> 5)
         first_row = np.int32(cuda.blockIdx.x * GATE_SAMPLES)
         first_column = np.int32(cuda.blockIdx.y * GATE_COLUMNS)
         row_tile = np.int32(warp * 2 * TILE)
         column_tile = np.int32(row_tile + TILE)
-        own_row = np.int32((cuda.laneid >> 3) * TALL)
-        own_column = np.int32((cuda.laneid & 7) * WIDE)
         staged_column = np.int32((cuda.laneid & 7) * _EACH)
         staged_sample = np.int32(cuda.laneid >> 3)
-        cell = staged_sample * PITCH + staged_column
+        cell = staged_sample * PLACE_PITCH + staged_column
         row = np.int32(first_row + staged_column)
         column = np.int32(first_column + staged_column)
         share = _ONE / np.float32(samples)
@@ -128,20 +126,23 @@ def writes_kernel(vector: int):
             unpack(hidden, row_words, values)
             sync_warp()  # the samples before have been used
             for step in range(_STEPS):
-                is_sample = first_sample + step * _SAMPLES_A_STEP < end
-                for element in range(_EACH):
-                    forget, weight = sigmoid_pair(weights[step * _EACH + element])
-                    kept[element] += forget if is_sample else _ZERO
-                    weights[step * _EACH + element] = weight * finite_or_zero(values[step * _EACH + element]) * share
-                _store(tiles, row_tile + cell + step * _SAMPLES_A_STEP * PITCH, weights, step * _EACH)
+                if start + step * _SAMPLES_A_STEP < end:
+                    is_counted = first_column == 0 and first_sample + step * _SAMPLES_A_STEP < end
+                    for element in range(_EACH):
+                        forget, weight = sigmoid_pair(weights[step * _EACH + element])
+                        if is_counted:
+                            kept[element] += forget
+                        weight *= finite_or_zero(values[step * _EACH + element]) * share
+                        weights[step * _EACH + element] = weight
+                _store(tiles, row_tile + cell + step * _SAMPLES_A_STEP * PLACE_PITCH, weights, step * _EACH)
             unpack(hidden, column_words, values)
             for step in range(_STEPS):
                 for element in range(_EACH):
                     values[step * _EACH + element] = finite_or_zero(values[step * _EACH + element])
-                _store(tiles, column_tile + cell + step * _SAMPLES_A_STEP * PITCH, values, step * _EACH)
+                _store(tiles, column_tile + cell + step * _SAMPLES_A_STEP * PLACE_PITCH, values, step * _EACH)
             sync_warp()  # these samples are staged
             left = np.int32(end - start)
-            multiply_tiles(tiles, row_tile + own_row, column_tile + own_column, left, (product_words, tall, wide, sums))
+            multiply_tiles(tiles, row_tile, column_tile, 1, PLACE_PITCH, left, product_buffers)
             start = np.int32(start + WARPS * depth)
             first_sample = np.int32(start + staged_sample)
             end = np.int32(min(start + depth, samples))
@@ -154,12 +155,12 @@ def writes_kernel(vector: int):
             load_cells(activations, np.int64(0), np.int64(columns), 1, row, columns, first_sample, end, gate_words)
         # No shuffles: lanes may have gone apart in the loop, and come together for each of them at a price.
         _store(gates, (warp * _SAMPLES_A_STEP + staged_sample) * GATE_SAMPLES + staged_column, kept, 0)
-        leave_products(tiles, warp, own_row, own_column, sums)
-        add_products(tiles, np.int32(4 * thread), product_words, wide, totals)
+        leave_products(tiles, warp, sums)
+        add_products(tiles, gate_words, values, totals)
         row = np.int32(first_row + (thread >> 3))
         column = np.int32(first_column + 4 * (thread & 7))
         if row < columns:
-            for element in range(0, WIDE, vector):
+            for element in range(0, 4, vector):
                 if column + element < columns:
                     store(writes, np.int64(row) * columns + column + element, totals, element)
         row = np.int32(first_row + thread)

@@ -16,6 +16,7 @@ from burt_numba.simulator.collectives import (
     cluster_size,
     cluster_store,
     group_barrier,
+    multiply_add,
 )
 from burt_numba.simulator.errors import (
     DivergenceError,
@@ -69,6 +70,7 @@ __all__ = [
     "install",
     "is_active",
     "launch",
+    "multiply_add",
     "read_elements",
     "register_allocation",
     "schedule",

@@ -266,6 +266,22 @@ def match_all_sync(mask: int, value: Any) -> tuple[int, bool]:
     return group.result
 
 
+def multiply_add(operands: list[Any]) -> Any:
+    """One step of a tensor core (``device.tensor_cores``): what each lane brings, and the four sums it takes away."""
+    thread, group = _join("multiply_add", FULL_MASK, operands)
+    if group.result is None:
+        brought = np.array([group.values[lane] for lane in range(WARP_SIZE)], np.float32).reshape(8, 4, 10)
+        values = (brought.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
+        # Cells [g][t], rows 8 further, places 4 further, both.
+        left = values[..., :4].reshape(8, 4, 2, 2).transpose(3, 0, 2, 1).reshape(16, 8)
+        right = values[..., 4:6].transpose(2, 1, 0).reshape(8, 8)
+        sums = brought[..., 6:].reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+        with np.errstate(all="ignore"):
+            sums = (sums + left @ right).astype(np.float32)
+        group.result = sums.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP_SIZE, 4)
+    return group.result[thread.lane]
+
+
 def activemask() -> int:
     thread = _current("activemask")
     frame = _getframe(1)

@@ -1,0 +1,158 @@
+"""Steps of tensor cores, and the products of tiles that are made of them, or without them."""
+
+import numpy as np
+import pytest
+from support import to_host, to_target
+
+from burt_numba.backend import cuda
+from burt_numba.device import tiles
+from burt_numba.device.tensor_cores import multiply_add, split
+from burt_numba.target import GATE_THREADS
+
+_TRUNCATED = 2.0**-10
+"""What a factor loses that has more than 11 significant bits, relative."""
+_SPLIT = 2.0**-21
+_ADDITION = 2.0**-22
+"""Of a sum, relative to its largest term: tensor cores cut what float32 would round."""
+
+
+@cuda.jit
+def step_kernel(left, right, sums, results):
+    a = cuda.local.array(4, np.float32)
+    b = cuda.local.array(2, np.float32)
+    own = cuda.local.array(4, np.float32)
+    group, turn = cuda.threadIdx.x >> 2, cuda.threadIdx.x & 3
+    a[0] = left[group, turn]
+    a[1] = left[group + 8, turn]
+    a[2] = left[group, turn + 4]
+    a[3] = left[group + 8, turn + 4]
+    b[0] = right[turn, group]
+    b[1] = right[turn + 4, group]
+    own[0] = sums[group, 2 * turn]
+    own[1] = sums[group, 2 * turn + 1]
+    own[2] = sums[group + 8, 2 * turn]
+    own[3] = sums[group + 8, 2 * turn + 1]
+    multiply_add(a, 0, b, 0, own, 0)
+    results[group, 2 * turn] = own[0]
+    results[group, 2 * turn + 1] = own[1]
+    results[group + 8, 2 * turn] = own[2]
+    results[group + 8, 2 * turn + 1] = own[3]
+
+
+@cuda.jit
+def split_kernel(values, high, low):
+    own = cuda.local.array(1, np.float32)
+    rest = cuda.local.array(1, np.float32)
+    own[0] = values[cuda.threadIdx.x]
+    split(own, own, rest, 0)
+    high[cuda.threadIdx.x] = own[0]
+    low[cuda.threadIdx.x] = rest[0]
+
+
+@cuda.jit
+def tiles_kernel(left, right, row_pitch, place_pitch, results):
+    """A block's product of 32 x places by 32 x places; warps take 16 places in turn."""
+    staged = cuda.shared.array(tiles.TILES, np.float32, 16)
+    first = cuda.local.array(8, np.float32)
+    first_rest = cuda.local.array(8, np.float32)
+    second = cuda.local.array(2, np.float32)
+    second_rest = cuda.local.array(2, np.float32)
+    sums = cuda.local.array(tiles.PRODUCTS, np.float32)
+    words = cuda.local.array(4, np.uint32)
+    values = cuda.local.array(4, np.float32)
+    totals = cuda.local.array(4, np.float32)
+    thread = np.int32(cuda.threadIdx.x)
+    warp = np.int32(thread >> 5)
+    places = np.int32(left.shape[1])
+    for product in range(tiles.PRODUCTS):
+        sums[product] = np.float32(0.0)
+    start = np.int32(warp * tiles.DEPTH)
+    tile = warp * 2 * tiles.TILE
+    while start < places:
+        cuda.syncwarp()
+        for place in range(tiles.DEPTH):
+            row = cuda.laneid
+            at = row * row_pitch + place * place_pitch
+            there = start + place < places
+            staged[tile + at] = left[row, start + place] if there else np.float32(0.0)
+            staged[tile + tiles.TILE + at] = right[row, start + place] if there else np.float32(0.0)
+        cuda.syncwarp()
+        tiles.multiply_tiles(
+            staged, tile, tile + tiles.TILE, row_pitch, place_pitch, np.int32(places - start),
+            (first, first_rest, second, second_rest, sums),
+        )  # fmt: skip
+        start = np.int32(start + tiles.WARPS * tiles.DEPTH)
+    tiles.leave_products(staged, warp, sums)
+    tiles.add_products(staged, words, values, totals)
+    for element in range(4):
+        results[thread >> 3, 4 * (thread & 7) + element] = totals[element]
+
+
+def numbers(shape, seed):
+    random = np.random.default_rng(seed)
+    return (random.normal(size=shape) * np.exp(random.normal(size=shape))).astype(np.float32)
+
+
+def test_a_step_of_numbers_that_tensor_cores_take_whole():
+    # Whole numbers of up to 11 bits: products and sums are exact.
+    random = np.random.default_rng(1)
+    left = random.integers(-2047, 2048, (16, 8)).astype(np.float32)
+    right = random.integers(-50, 51, (8, 8)).astype(np.float32)
+    sums = random.integers(-1000, 1001, (16, 8)).astype(np.float32)
+    results = to_target(np.full((16, 8), np.nan, np.float32))
+    step_kernel[1, 32](to_target(left), to_target(right), to_target(sums), results)
+    assert np.array_equal(to_host(results), sums + left @ right)
+
+
+def test_a_step_loses_the_lower_bits():
+    left, right = numbers((16, 8), 2), numbers((8, 8), 3)
+    results = to_target(np.full((16, 8), np.nan, np.float32))
+    step_kernel[1, 32](to_target(left), to_target(right), to_target(np.zeros((16, 8), np.float32)), results)
+    error = np.abs(to_host(results) - left.astype(np.float64) @ right)
+    size = np.abs(left.astype(np.float64)) @ np.abs(right)
+    assert (error <= (2 * _TRUNCATED + _ADDITION) * size).all()
+    # Those of float32 are not all there: what the split is for.
+    assert error.max() > 1e-5
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_two_parts_of_a_number(seed):
+    values = numbers(32, seed)
+    values[:8] = [0.0, -0.0, 1.0, -2047.0, 1.5e-30, 3e38, 1 + 2.0**-23, 1 + 2.0**-12]
+    high, low = (to_target(np.full(32, np.nan, np.float32)) for _ in range(2))
+    split_kernel[1, 32](to_target(values), high, low)
+    high, low = to_host(high), to_host(low)
+    for part in (high, low):
+        assert not (part.view(np.uint32) & 0x1FFF).any()
+    assert (np.abs(high.astype(np.float64) + low - values) <= _SPLIT * np.abs(values)).all()
+    assert np.array_equal(high[:4], values[:4])
+    assert not low[:4].any()
+
+
+def test_what_is_not_finite_stays_so():
+    values = np.full(32, np.nan, np.float32)
+    values[::3], values[1::3] = np.inf, -np.inf
+    values[5] = np.uint32(0xFFFFFFFF).view(np.float32)
+    high, low = (to_target(np.zeros(32, np.float32)) for _ in range(2))
+    split_kernel[1, 32](to_target(values), high, low)
+    with np.errstate(invalid="ignore"):
+        assert not np.isfinite(to_host(high) + to_host(low)).any()
+
+
+WITHOUT = pytest.mark.simulator_only("only devices without tensor cores compile this half")
+
+
+@pytest.mark.parametrize("has_tensor_cores", [True, pytest.param(False, marks=WITHOUT)])
+@pytest.mark.parametrize(("row_pitch", "place_pitch"), [(tiles.ROW_PITCH, 1), (1, tiles.PLACE_PITCH)])
+@pytest.mark.parametrize("places", [1, 7, 8, 9, 16, 17, 130])
+def test_products_of_tiles(monkeypatch, has_tensor_cores, row_pitch, place_pitch, places):
+    if not has_tensor_cores:
+        monkeypatch.setattr(tiles, "has_tensor_cores", lambda: False)
+    left, right = numbers((32, places), places), numbers((32, places), places + 1)
+    results = to_target(np.full((32, 32), np.nan, np.float32))
+    tiles_kernel[1, GATE_THREADS](to_target(left), to_target(right), row_pitch, place_pitch, results)
+    error = np.abs(to_host(results) - left.astype(np.float64) @ right.T)
+    size = np.abs(left.astype(np.float64)) @ np.abs(right).T
+    assert (error <= (2 * _SPLIT + 2 * _ADDITION) * size).all()
+    # The tiles in each other's place, or only the leading bits, would not do.
+    assert not (np.abs(to_host(results).T - left.astype(np.float64) @ right.T) <= 1e-4 * size).all()
