@@ -8,14 +8,19 @@ from burt_numba.reference.attention_softmax import AttentionSoftmaxResult, atten
 from burt_numba.reference.cifg import CifgResult, batched_cifg_update, cifg_update
 from burt_numba.reference.common import entropy
 from burt_numba.reference.constrained_softmax import ConstrainedSoftmaxResult, constrained_softmax
+from burt_numba.reference.moe import MoeCombineResult, MoeDispatchResult, sparse_moe_combine, sparse_moe_dispatch
 
 __all__ = [
     "AttentionSoftmaxResult",
     "CifgResult",
     "ConstrainedSoftmaxResult",
+    "MoeCombineResult",
+    "MoeDispatchResult",
     "attention_softmax",
     "batched_cifg_update",
     "cifg_update",
     "constrained_softmax",
     "entropy",
+    "sparse_moe_combine",
+    "sparse_moe_dispatch",
 ]

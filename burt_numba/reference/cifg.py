@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import expit
 
-from burt_numba.reference.common import INF_INPUT, NAN_INPUT, summarise_events
+from burt_numba.reference.common import INF_INPUT, non_finite_events, require_shape, summarise_events
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _PROJECTIONS = ("clip", "scale")
@@ -78,9 +77,9 @@ def cifg_update(
     """
     memory, hidden = np.asarray(C, np.float64), np.asarray(h, np.float64)
     inputs = np.asarray(x, np.float64)
-    _require(memory.ndim == 2 and memory.shape[0] == memory.shape[1], "cifg_update", "C", "[d, d]", memory)
-    _require(hidden.shape == memory.shape[:1], "cifg_update", "h", f"[{len(memory)}]", hidden)
-    _require(inputs.ndim == 1, "cifg_update", "x", "[n]", inputs)
+    require_shape(memory.ndim == 2 and memory.shape[0] == memory.shape[1], "cifg_update", "C", "[d, d]", memory)
+    require_shape(hidden.shape == memory.shape[:1], "cifg_update", "h", f"[{len(memory)}]", hidden)
+    require_shape(inputs.ndim == 1, "cifg_update", "x", "[n]", inputs)
     result = _update("cifg_update", memory[None], hidden[None], inputs[None], W_f, b_f, spectral_bound, projection)
     return result._replace(memory=result.memory[0], forget_gate=result.forget_gate[0], sigma=result.sigma[0])
 
@@ -120,11 +119,11 @@ def batched_cifg_update(
     """
     name = "batched_cifg_update"
     memory, hidden, inputs = (np.asarray(array, np.float64) for array in (C, H, X))
-    _require(hidden.ndim == 2 and len(hidden) > 0, name, "H", "[B, d] with B >= 1", hidden)
+    require_shape(hidden.ndim == 2 and len(hidden) > 0, name, "H", "[B, d] with B >= 1", hidden)
     batch, d = hidden.shape
     wanted = (d, d) if shared_memory_mode else (batch, d, d)
-    _require(memory.shape == wanted, name, "C", str(list(wanted)), memory)
-    _require(inputs.ndim == 2 and len(inputs) == batch, name, "X", f"[{batch}, n]", inputs)
+    require_shape(memory.shape == wanted, name, "C", str(list(wanted)), memory)
+    require_shape(inputs.ndim == 2 and len(inputs) == batch, name, "X", f"[{batch}, n]", inputs)
     if not shared_memory_mode:
         return _update(name, memory, hidden, inputs, W_f, b_f, spectral_bound, projection)
     result = _update(name, memory[None], hidden, inputs, W_f, b_f, spectral_bound, "scale")
@@ -144,8 +143,8 @@ def _update(
     """[M, d, d], [B, d] and [B, n]: with M = 1 the mean over the samples in one memory, else M = B memories."""
     weights, bias = np.asarray(W_f, np.float64), np.asarray(b_f, np.float64)
     d, width = hidden.shape[1], hidden.shape[1] + inputs.shape[1]
-    _require(weights.shape == (d, width), name, "W_f", f"[{d}, {width}]", weights)
-    _require(bias.shape == (d,), name, "b_f", f"[{d}]", bias)
+    require_shape(weights.shape == (d, width), name, "W_f", f"[{d}, {width}]", weights)
+    require_shape(bias.shape == (d,), name, "b_f", f"[{d}]", bias)
     if projection not in _PROJECTIONS:
         raise ValueError(f"{name}: projection: expected one of {', '.join(_PROJECTIONS)}, got {projection!r}")
     arguments = (memory, hidden, inputs, weights, bias)
@@ -164,7 +163,7 @@ def _update(
     overflowed = np.abs(updated) > _FLOAT32_MAX
     updated = np.where(overflowed, 0.0, updated)
     projected = [_project(matrix, float(spectral_bound), projection) for matrix in updated]
-    counts, first = _summarise((*arguments, np.where(overflowed, np.inf, 0.0)))
+    counts, first = summarise_events(*map(non_finite_events, arguments), {INF_INPUT: overflowed})
     return CifgResult(np.stack([p[0] for p in projected]), gate, np.array([p[1] for p in projected]), counts, first)
 
 
@@ -177,21 +176,3 @@ def _project(matrix: Matrix, bound: float, projection: str) -> tuple[Matrix, flo
     if projection == "clip" and (len(sigma) == 1 or sigma[1] <= bound):
         return matrix - (largest - bound) * np.outer(left[:, 0], right[0]), largest
     return matrix * (bound / largest), largest
-
-
-def _summarise(arrays: Sequence[Matrix]) -> tuple[dict[int, int], tuple[int, int] | None]:
-    """Events of all arrays together; the first is the lowest index that one of them has."""
-    total: dict[int, int] = {}
-    firsts = []
-    for array in arrays:
-        counts, first = summarise_events({NAN_INPUT: np.isnan(array), INF_INPUT: np.isinf(array)})
-        for code, count in counts.items():
-            total[code] = total.get(code, 0) + count
-        if first is not None:
-            firsts.append(first)
-    return total, min(firsts, default=None)
-
-
-def _require(holds: bool, function: str, name: str, expected: str, array: Matrix) -> None:
-    if not holds:
-        raise ValueError(f"{function}: {name}: expected shape {expected}, got {list(array.shape)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -10,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 NAN_INPUT = 1
 INF_INPUT = 2
 ENTROPY_OVERFLOW = 3
+CAPACITY_FULL = 5
 DIM_MISMATCH = 6
 
 
@@ -44,23 +46,39 @@ def softmax_of_present(z: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
 
 
-def summarise_events(events: Mapping[int, NDArray[np.bool_]]) -> tuple[dict[int, int], tuple[int, int] | None]:
+def summarise_events(*arrays: Mapping[int, NDArray[np.bool_]]) -> tuple[dict[int, int], tuple[int, int] | None]:
     """Count the events of each code, and find the lowest flat index with its code.
 
     Parameters
     ----------
-    events : mapping of code to a bool array
-        True where the event took place. The array has one entry for each unit that the code counts: an element for
-        codes 1 and 2, a row for codes 3 and 6.
+    *arrays : mappings of code to a bool array
+        One for each array in which events are looked for. True where the event took place: the bool array has one entry
+        for each unit that the code counts, an element for codes 1 and 2, a row for code 3, a token for code 5.
 
     Returns
     -------
     counts : dict of code to int
-        Only the codes that occurred.
+        Only the codes that occurred, over all arrays together.
     first : (index, code) or None
-        The lowest index; of two codes at one index, the lower code.
+        The lowest index that one of the arrays has; of two codes at one index, the lower code.
     """
-    counts = {code: int(np.count_nonzero(where)) for code, where in events.items()}
-    counts = {code: count for code, count in counts.items() if count}
-    firsts = [(int(np.argmax(events[code])), code) for code in counts]
+    counts: dict[int, int] = {}
+    firsts = []
+    for events in arrays:
+        for code, where in events.items():
+            count = int(np.count_nonzero(where))
+            if count:
+                counts[code] = counts.get(code, 0) + count
+                firsts.append((int(np.argmax(where)), code))
     return counts, min(firsts, default=None)
+
+
+def non_finite_events(array: NDArray[np.float64], used: ArrayLike = True) -> dict[int, NDArray[np.bool_]]:
+    """NaN and infinities as events, of the elements that are used."""
+    return {NAN_INPUT: np.isnan(array) & used, INF_INPUT: np.isinf(array) & used}
+
+
+def require_shape(holds: bool, function: str, name: str, expected: str, array: NDArray[Any]) -> None:
+    """ValueError with the shape that was expected, unless it holds."""
+    if not holds:
+        raise ValueError(f"{function}: {name}: expected shape {expected}, got {list(array.shape)}")
