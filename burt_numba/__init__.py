@@ -1,4 +1,4 @@
-"""Entropy-bounded softmax and attention softmax in pure Python, on Numba CUDA.
+"""Entropy-bounded softmax, gated matrix memories and mixtures of experts in pure Python, on Numba CUDA.
 
 Functions take Numba, CuPy, PyTorch and NumPy arrays alike. With NUMBA_ENABLE_CUDASIM=1 the same kernels run in a
 simulator on the CPU. Importing the package imports nothing else; functions import what they need.
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         set_error_policy,
         synchronous,
     )
+    from burt_numba.moe import MoeDispatch, sparse_moe_combine, sparse_moe_dispatch
     from burt_numba.planning import plan
 
 _FUNCTIONS = ("attention_softmax", "constrained_softmax")
@@ -46,6 +47,7 @@ _ERRORS = (
 _HOMES = {
     **{name: f"burt_numba.{name}" for name in _FUNCTIONS},
     **dict.fromkeys(("batched_cifg_update", "cifg_update"), "burt_numba.cifg"),
+    **dict.fromkeys(("MoeDispatch", "sparse_moe_combine", "sparse_moe_dispatch"), "burt_numba.moe"),
     **dict.fromkeys(_ERRORS, "burt_numba.host.errors"),
     "plan": "burt_numba.planning",
 }
@@ -57,6 +59,7 @@ __all__ = [
     "BurtSharedMemoryError",
     "BurtWarning",
     "ErrorBuffer",
+    "MoeDispatch",
     "attention_softmax",
     "batched_cifg_update",
     "check",
@@ -67,6 +70,8 @@ __all__ = [
     "reference",
     "set_error_policy",
     "simulator",
+    "sparse_moe_combine",
+    "sparse_moe_dispatch",
     "synchronous",
 ]
 

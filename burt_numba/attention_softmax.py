@@ -13,7 +13,7 @@ from burt_numba.host.checks import FLOATING, require_count, require_dtype, requi
 from burt_numba.host.compiling import KernelSpec, compute_capability
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, Errors, Launch, Number
-from burt_numba.host.operation import Answer, Operation, Request
+from burt_numba.host.operation import Answer, Operation, Request, Result
 from burt_numba.host.plans import (
     MOST_BLOCKS,
     LaunchPlan,
@@ -239,7 +239,7 @@ def _answer(request: Request) -> Answer:
     if out is not None:
         require_output(_NAME, "out", out, shape, scores.dtype)
     if 0 in shape:
-        return Answer((), shape, scores.dtype)
+        return Answer((), [Result(shape, scores.dtype)])
     score_rows = StridedRows.of(_NAME, "scores", _SCORES, scores, shape)
     mask_rows = StridedRows.of(_NAME, "mask", _MASK, mask, shape)
     operands = (score_rows,) if mask is None else (score_rows, mask_rows)
@@ -249,7 +249,7 @@ def _answer(request: Request) -> Answer:
     if request.validate:
         dtype = score_rows.argument.dtype
         launches += [validation_launch(_OUT, dtype, shape[-1], segment, score_rows.rows) for segment in segments]
-    return Answer(launches, shape, scores.dtype)
+    return Answer(launches, [Result(shape, scores.dtype)])
 
 
 _OPERATION = Operation(_NAME, ("scores", "mask", "out"), ("out",), ("scores", "mask", "out"), _answer)

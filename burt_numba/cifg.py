@@ -22,7 +22,7 @@ from burt_numba.host.checks import describe, require_count, require_dtype, requi
 from burt_numba.host.compiling import KernelSpec, compute_capability, multiprocessors
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number, bare
-from burt_numba.host.operation import Answer, Operation, Request
+from burt_numba.host.operation import Answer, Operation, Request, Result
 from burt_numba.host.plans import LaunchPlan, Plan, dimension, refuse_unknown, whole_warps
 from burt_numba.softmax_launches import StridedRows
 from burt_numba.target import COUNTER_STRIDE, GATE_COLUMNS, GATE_THREADS
@@ -334,7 +334,7 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
     columns = h.shape[-1]
     samples = 1 if shared is None else h.shape[0]
     if 0 in (columns, samples):
-        return Answer((), C.shape, C.dtype)
+        return Answer((), [Result(C.shape, C.dtype)])
     matrices = 1 if shared else samples
     width = W.shape[1]
     hidden, inputs, weights = (_rows(name, labels[i], i, d) for i, d in ((_H, h), (_X, x), (_W, W)))
@@ -494,7 +494,7 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
     if request.validate:
         launches.append(spectrum_launch(True))
     launches = [replace(launch, arguments=bare(launch.arguments)) for launch in launches]
-    return Answer(launches, C.shape, C.dtype, plan.workspace(columns, matrices, samples * columns))
+    return Answer(launches, [Result(C.shape, C.dtype)], plan.workspace(columns, matrices, samples * columns))
 
 
 def _check_operands(name: str, labels: tuple[str, ...], request: Request) -> None:

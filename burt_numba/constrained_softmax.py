@@ -23,7 +23,7 @@ from burt_numba.host.checks import (
 from burt_numba.host.compiling import KernelSpec, compute_capability
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
-from burt_numba.host.operation import Answer, Operation, Request
+from burt_numba.host.operation import Answer, Operation, Request, Result
 from burt_numba.host.plans import (
     MOST_BLOCKS,
     LaunchPlan,
@@ -270,7 +270,7 @@ def _answer(request: Request) -> Answer:
     if out is not None:
         require_output(_NAME, "out", out, logits.shape, logits.dtype)
     if 0 in leading:
-        return Answer((), logits.shape, logits.dtype)
+        return Answer((), [Result(logits.shape, logits.dtype)])
     rows = StridedRows.of(_NAME, "logits", _LOGITS, logits, logits.shape)
     bound_rows = StridedRows.of(_NAME, "entropy_bound", _BOUNDS, bounds, (*leading, 1))
     vector = vector_columns(request.aligned, logits.shape[-1], logits.dtype, (rows,))
@@ -282,7 +282,7 @@ def _answer(request: Request) -> Answer:
             launches.append(
                 validation_launch(_OUT, dtype, logits.shape[-1], segment, rows.rows, bound_rows, _ENTROPY_BOUND)
             )
-    return Answer(launches, logits.shape, logits.dtype)
+    return Answer(launches, [Result(logits.shape, logits.dtype)])
 
 
 _OPERATION = Operation(

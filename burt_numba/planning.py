@@ -14,6 +14,9 @@ from burt_numba.constrained_softmax import specialisations as _constrained_softm
 from burt_numba.host.errors import BurtDimensionError
 from burt_numba.host.plans import Plan
 from burt_numba.kernels_by_hand import documented_specialisations
+from burt_numba.moe import plan as _plan_sparse_moe_dispatch
+from burt_numba.moe import plan_combine as _plan_sparse_moe_combine
+from burt_numba.moe import specialisations as _moe_specialisations
 from burt_numba.validation import validation_specialisations
 
 _PLANS = {
@@ -21,12 +24,15 @@ _PLANS = {
     "batched_cifg_update": _plan_batched_cifg_update,
     "cifg_update": _plan_cifg_update,
     "constrained_softmax": _plan_constrained_softmax,
+    "sparse_moe_combine": _plan_sparse_moe_combine,
+    "sparse_moe_dispatch": _plan_sparse_moe_dispatch,
 }
 
 SPECIALISATIONS = (
     _attention_softmax_specialisations,
     _cifg_specialisations,
     _constrained_softmax_specialisations,
+    _moe_specialisations,
     documented_specialisations,
     validation_specialisations,
 )
@@ -48,6 +54,9 @@ def plan(name: str, *, compute_capability: tuple[int, int] = (9, 0), **dims: Any
         ``cifg_update``: d_model, input_dim (d + n). ``batched_cifg_update``: batch_size, too, and shared_memory_mode
         (False). Both: multiprocessors (132) of the device. Their input bytes are those of the documented table, which
         leaves out W_f, and of a batch all but C; temporary bytes count the workspace that the functions keep.
+        ``sparse_moe_dispatch``, ``sparse_moe_combine``: batch_size (tokens), d_model, num_experts, top_k (2),
+        expert_capacity (that of the function), dtype ("float32"), multiprocessors (132). There is no documented launch
+        for combining.
 
     Returns
     -------

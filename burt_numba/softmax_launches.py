@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from burt_numba.host.arrays import Description
 from burt_numba.host.errors import BurtDimensionError
-from burt_numba.host.launching import Array
+from burt_numba.host.launching import TYPE_CODES, Array
 from burt_numba.target import GROUP_BLOCK, MAX_CLUSTER_BLOCKS, has_clusters, most_shared_bytes
 
 _FEW_ROWS = 1024
@@ -120,8 +120,7 @@ class StridedRows(NamedTuple):
         strides = [0 if size == 1 else step // itemsize for size, step in zip(array.shape, steps, strict=True)]
         if len(strides) < len(shape):
             strides.append(0)
-        code = {"float32": "f4", "float16": "f2", "bool": "u1", "uint8": "u1"}[array.dtype]
-        argument = Array(operand, code, ((end - first) // itemsize,), offset=first)
+        argument = Array(operand, TYPE_CODES[array.dtype], ((end - first) // itemsize,), offset=first)
         return cls(argument, -first // itemsize, tuple(strides[:-1]), strides[-1], rows)
 
 

@@ -1,4 +1,4 @@
-"""The second pass behind ``validate_output=True``: is a distribution finite, and within its entropy bound?"""
+"""The second pass behind ``validate_output=True``: is a result finite, and a distribution within its entropy bound?"""
 
 from __future__ import annotations
 
@@ -59,8 +59,33 @@ def validation_launch(
     return Launch(_kernel(), (min(segment.rows, _MOST_BLOCKS), 1), _THREADS, arguments)
 
 
+def _finite_kernel() -> KernelSpec:
+    def build() -> Any:
+        from burt_numba.kernels.validation import finite_check_kernel
+
+        return finite_check_kernel
+
+    return KernelSpec("finite_check", build, (), (_THREADS, 4))
+
+
+def finite_check_launch(
+    operand: int, dtype: str, groups: int, rows: int, columns: int, counts: int | None = None
+) -> Launch:
+    """Check the C-contiguous operand [groups, rows, columns]; of a group the rows that the operand ``counts`` says."""
+    arguments = (
+        Array(operand, dtype, (groups * rows * columns,)),
+        Number(groups, "i8"),
+        Number(rows, "i8"),
+        Number(columns, "i8"),
+        Array(counts, "i4", (0 if counts is None else groups,)),
+        Errors(),
+    )
+    return Launch(_finite_kernel(), (max(min(groups * rows, _MOST_BLOCKS), 1), 1), _THREADS, arguments)
+
+
 def validation_specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     """For the compile matrix."""
     for dtype in ("f4", "f2"):
         numbers = ("i8", "i4", "i8", "f4", "f4", "f4")
         yield _kernel(), (f"{dtype}:1C", *numbers, "f4:1C", *("i4",) * 6, *("i8",) * 4, "i8:1C")
+        yield _finite_kernel(), (f"{dtype}:1C", "i8", "i8", "i8", "i4:1C", "i8:1C")

@@ -23,6 +23,7 @@ NAN_INPUT = np.int64(1)
 INF_INPUT = np.int64(2)
 ENTROPY_OVERFLOW = np.int64(3)
 SPECTRAL_OVERFLOW = np.int64(4)
+CAPACITY_FULL = np.int64(5)
 DIM_MISMATCH = np.int64(6)
 
 _NO_INDEX = np.int64(1 << 59)

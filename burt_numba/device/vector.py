@@ -2,7 +2,8 @@
 
 ``load_vector(count)``, ``unpack_vectors(count, vectors)`` and ``store_vector(count)`` give device functions for vectors
 of ``count`` elements, whatever the element type: float32 and float16 (converted to and from float32) and uint8 (a
-boolean mask). The address must be a multiple of the vector's bytes, or of 16 where that is less.
+boolean mask). ``store_words(count)`` stores what was loaded as it is. The address must be a multiple of the vector's
+bytes, or of 16 where that is less.
 
 A load leaves the words as they are in memory, since a conversion would wait for them: a thread first starts all its
 loads, then unpacks. A vector takes ``count`` words of the local array, more than it needs where elements are small.
@@ -60,6 +61,13 @@ if SIMULATED:
     def store_vector(count: int):
         def store(target, index, registers, first):
             write_elements(target, index, read_elements(registers, first, count))
+
+        return store
+
+    @cache
+    def store_words(count: int):
+        def store(target, index, words, first):
+            write_elements(target, index, read_elements(words, first, count).view(target.dtype)[:count])
 
         return store
 
@@ -234,5 +242,35 @@ else:
                 return context.get_dummy_value()
 
             return types.void(target, types.int64, registers, types.int64), codegen
+
+        return store
+
+    @cache
+    def store_words(count: int):
+        @intrinsic
+        def store(typingctx, target, index, words, first):
+            element = target.dtype
+            piece, pieces = _aligned_pieces(element, count)
+
+            def codegen(context, builder, signature, args):
+                target_value, index_value, words_value, first_value = args
+                pointer = _element_pointer(context, builder, target, target_value, index_value)
+                origin = _element_pointer(context, builder, words, words_value, first_value)
+                raw = _words(element, piece)
+                base = builder.bitcast(pointer, raw.as_pointer())
+                piece_words = _vector_words(element, piece)
+                for part in range(pieces):
+                    value = ir.Constant(raw, ir.Undefined)
+                    for word in range(piece_words):
+                        loaded = builder.load(builder.gep(origin, [ir.Constant(_INDEX, part * piece_words + word)]))
+                        if isinstance(raw, ir.VectorType):
+                            value = builder.insert_element(value, loaded, ir.Constant(_WORD, word))
+                        else:
+                            value = builder.trunc(loaded, raw) if raw.width < 32 else loaded
+                    place = builder.gep(base, [ir.Constant(_INDEX, part)])
+                    builder.store(value, place, align=piece * _BYTES[element])
+                return context.get_dummy_value()
+
+            return types.void(target, types.int64, words, types.int64), codegen
 
         return store

@@ -91,3 +91,26 @@ def warp_sum3(a, b, c, lanes, mask):
         c += other_c
         step >>= 1
     return a, b, c
+
+
+@cuda.jit(device=True)
+def lanes_where(predicate, mask):
+    """The lanes in which the predicate holds, as bits."""
+    return np.uint32(cuda.ballot_sync(mask, predicate) & FULL_MASK)
+
+
+@cuda.jit(device=True)
+def lanes_alike(value, mask):
+    """The lanes that call with the same int32, as bits."""
+    return np.uint32(cuda.match_any_sync(mask, value) & FULL_MASK)
+
+
+@cuda.jit(device=True)
+def count_lanes(lanes):
+    return np.int32(cuda.popc(lanes))
+
+
+@cuda.jit(device=True)
+def count_lanes_before(lanes):
+    """How many of the lanes come before the calling one."""
+    return np.int32(cuda.popc(np.uint32(lanes & cuda.lanemask_lt())))

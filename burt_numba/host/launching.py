@@ -20,6 +20,8 @@ from burt_numba.host.memory import DEVICE_EVENT_CELLS
 from burt_numba.target import SIMULATED, can_overlap_launches
 
 _ITEM_BYTES = {"f4": 4, "f2": 2, "u1": 1, "i4": 4, "i8": 8}
+TYPE_CODES = {"float32": "f4", "float16": "f2", "bool": "u1", "uint8": "u1", "int32": "i4", "int64": "i8"}
+"""Element types of arrays as arguments have them, by NumPy's name."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from burt_numba.host import errors as reports
 from burt_numba.host.arrays import Description, Family, family_of, known_families, stream_handle
@@ -42,13 +42,19 @@ class Request:
     validate: bool
 
 
+class Result(NamedTuple):
+    """What an output is, allocated where it was not given."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
 @dataclass(frozen=True)
 class Answer:
     """What an operation makes of a request."""
 
     launches: Sequence[Launch]
-    out_shape: tuple[int, ...]
-    out_dtype: str
+    results: Sequence[Result]
     workspace: tuple[int, ...] = ()
     """Bytes of each kind of a ``host.memory.Workspace``, whose parts are operands after those of the function."""
 
@@ -61,13 +67,12 @@ class _Call:
     device: int
     on_host: bool
     launches: list[Any]
-    out_shape: tuple[int, ...]
-    out_dtype: str
+    results: Sequence[Result]
     overlaps: list[tuple[int, int, int, int, int, int, bool]] = field(default_factory=list)
     """(writer, its first and last byte, other, its first and last byte, the same memory is allowed)."""
     workspace: tuple[int, ...] = ()
     is_empty: bool = False
-    """There is nothing to launch: what is written in place stays as it is."""
+    """There is nothing to launch: what was given to be written stays as it is."""
     cells: EventCells | None = None
     """The function's own error buffer on the device."""
 
@@ -75,10 +80,10 @@ class _Call:
 class Operation:
     """One public function.
 
-    ``names`` are the operands in order; the last is ``out``. ``written`` are those the kernels write to, ``updated``
-    those of them that they read first, ``vectors`` those whose alignment matters. ``answer(request)`` checks shapes and
-    types and chooses the launches;
-    ``request.operands`` holds None for what was not given.
+    ``names`` are the operands in order; the last ``results`` of them are what a call returns, one as it is and more as
+    a tuple. ``written`` are those the kernels write to, ``updated`` those of them whose contents before the call
+    matter, ``vectors`` those whose alignment matters. ``answer(request)`` checks shapes and types and chooses the
+    launches; ``request.operands`` holds None for what was not given.
     """
 
     def __init__(
@@ -89,9 +94,11 @@ class Operation:
         vectors: Sequence[str],
         answer: Callable[[Request], Answer],
         updated: Sequence[str] = (),
+        results: int = 1,
     ) -> None:
         self.name = name
         self.names = tuple(names)
+        self._first_result = len(self.names) - results
         self.errors = FunctionErrors(name)
         self._written = tuple(self.names.index(n) for n in written)
         self._updated = tuple(self.names.index(n) for n in updated)
@@ -132,27 +139,21 @@ class Operation:
             alignment |= pointers[place]
         aligned = alignment % VECTOR_BYTES == 0
         kind = (aligned, validate, options, *keys)
-        call = self._calls.get(kind)
-        if call is None:
-            call = self._prepare(operands, options, aligned, validate)
-            if len(self._calls) >= _MOST_KINDS:
-                self._calls.clear()
-            self._calls[kind] = call
-        out = operands[-1]
+        call = self._calls.get(kind) or self._prepare(kind, operands, options, aligned, validate)
         if call.on_host and not SIMULATED:
             return self._run_on_copies(operands, call, numbers, options, stream, errors, validate, stacklevel + 2)
-        if out is None:
-            out = call.family.empty(call.out_shape, call.out_dtype, call.device)
-            pointers[-1] = call.family.pointer(out)
-            if aligned and pointers[-1] % VECTOR_BYTES:
-                operands = (*operands[:-1], out)
-                return self(operands, numbers, options, stream, errors, validate, stacklevel + 1)
-            operands = (*operands[:-1], out)
+        if None in keys[self._first_result :]:
+            given, operands = operands, self._with_results(call, operands)
+            for place in range(self._first_result, len(operands)):
+                pointers[place] = call.family.pointer(operands[place])
+            if aligned and any(pointers[place] % VECTOR_BYTES for place in self._vectors):
+                kind = (False, *kind[1:])
+                call = self._calls.get(kind) or self._prepare(kind, given, options, False, validate)
         for writer, start, end, other, other_start, other_end, same_allowed in call.overlaps:
             a, b = pointers[writer], pointers[other]
             if a + start < b + other_end and b + other_start < a + end and not (a == b and same_allowed):
                 # In place, the first operand is what is written.
-                written = 0 if writer == len(operands) - 1 and operands[-1] is operands[0] else writer
+                written = 0 if writer == self._first_result and operands[writer] is operands[0] else writer
                 raise BurtDimensionError(
                     f"{self.name}: {self.names[written]}: expected memory apart from {self.names[other]}, "
                     f"but the two overlap"
@@ -168,7 +169,19 @@ class Operation:
             if errors is None and (SIMULATED or reports.is_synchronous()):
                 synchronize(call.device)
                 self.errors.report(cells, stacklevel)
-        return out
+        return self._returned(operands)
+
+    def _with_results(self, call: _Call, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The operands, with new arrays for the results that were not given."""
+        results = [
+            call.family.empty(result.shape, result.dtype, call.device) if given is None else given
+            for given, result in zip(operands[self._first_result :], call.results, strict=True)
+        ]
+        return (*operands[: self._first_result], *results)
+
+    def _returned(self, operands: tuple[Any, ...]) -> Any:
+        results = operands[self._first_result :]
+        return results if len(results) > 1 else results[0]
 
     def _default_cells(self, call: _Call) -> EventCells:
         call.cells = self.errors.cells(call.device)
@@ -219,7 +232,10 @@ class Operation:
                 space.renew()
                 raise
 
-    def _prepare(self, operands: Sequence[Any], options: tuple[Any, ...], aligned: bool, validate: bool) -> _Call:
+    def _prepare(
+        self, kind: Any, operands: Sequence[Any], options: tuple[Any, ...], aligned: bool, validate: bool
+    ) -> _Call:
+        """Work out the call of a kind, and keep it."""
         descriptions = [
             None if operand is None else describe(self.name, name, operand)
             for name, operand in zip(self.names, operands, strict=True)
@@ -231,30 +247,30 @@ class Operation:
         place = device if device is not None else 0 if SIMULATED else current_device() or 0
         answer = self._answer(Request(tuple(descriptions), options, place, aligned, validate))
         on_host = device is None
-        is_empty = 0 in answer.out_shape or not answer.launches
-        launches = [] if is_empty or (on_host and not SIMULATED) else [prepare(x, place) for x in answer.launches]
-        call = _Call(
-            family, place, on_host, launches, answer.out_shape, answer.out_dtype, [], answer.workspace, is_empty
-        )
+        launches = [] if on_host and not SIMULATED else [prepare(x, place) for x in answer.launches]
+        is_empty = not answer.launches
+        call = _Call(family, place, on_host, launches, answer.results, [], answer.workspace, is_empty)
         for writer in self._written:
             written = descriptions[writer]
             # What was not given overlaps nothing: it is absent, or memory that is still to be allocated.
             if written is None:
                 continue
-            is_out = writer == len(operands) - 1
             for other, description in enumerate(descriptions):
                 if other == writer or description is None or (other in self._written and other < writer):
                     continue
                 if 0 in description.shape:
                     continue
+                # One result may take the place of the first operand.
                 same = (
-                    is_out
+                    [(description.shape, description.dtype)] == answer.results
+                    and writer == self._first_result
                     and other == 0
                     and description.is_contiguous
-                    and description.dtype == answer.out_dtype
-                    and description.shape == answer.out_shape
                 )
                 call.overlaps.append((writer, *written.extent, other, *description.extent, same))
+        if len(self._calls) >= _MOST_KINDS:
+            self._calls.clear()
+        self._calls[kind] = call
         return call
 
     def _run_on_copies(
@@ -273,30 +289,28 @@ class Operation:
 
         from burt_numba.backend import cuda
 
-        out = operands[-1]
-        if out is None:
-            out = call.family.empty(call.out_shape, call.out_dtype, call.device)
-            operands = (*operands[:-1], out)
+        every = self._with_results(call, operands)
         if call.is_empty:
-            return out
-        hosts = [None if o is None else _host_view(o) for o in operands]
+            return self._returned(every)
+        hosts = [None if operand is None else _host_view(operand) for operand in every]
         with cuda.gpus[call.device]:
             copies = [
                 None
-                if host is None
+                if given is None or host is None
                 else cuda.device_array(host.shape, host.dtype)
                 if place in self._written and place not in self._updated
                 else cuda.to_device(np.asarray(host, order="C"))
-                for place, host in enumerate(hosts)
+                for place, (given, host) in enumerate(zip(operands, hosts, strict=True))
             ]
-            self(tuple(copies), numbers, options, stream, errors, validate, stacklevel)
+            returned = self(tuple(copies), numbers, options, stream, errors, validate, stacklevel)
             if stream is not None:
                 synchronize(call.device)
+            copies[self._first_result :] = returned if isinstance(returned, tuple) else [returned]
             for place in self._written:
                 host, copy = hosts[place], copies[place]
                 if host is not None and copy is not None:
                     copy.copy_to_host(host)
-        return out
+        return self._returned(every)
 
 
 def _host_view(array: Any) -> Any:

@@ -36,14 +36,17 @@ class Plan:
     """
 
     name: str
-    documented: LaunchPlan
+    documented: LaunchPlan | None
+    """None where no launch is documented."""
     input_bytes: int
     output_bytes: int
     temporary_bytes: int
     launches: list[LaunchPlan] = field(default_factory=list)
 
     def __str__(self) -> str:
-        lines = [self.name, f"  documented  {self.documented}"]
+        lines = [self.name]
+        if self.documented is not None:
+            lines.append(f"  documented  {self.documented}")
         lines += [f"  launched    {launch}" for launch in self.launches]
         sizes = (("input", self.input_bytes), ("output", self.output_bytes), ("temporary", self.temporary_bytes))
         lines.append("  bytes       " + ", ".join(f"{name} {size:,}" for name, size in sizes))

@@ -7,6 +7,7 @@ Error buffers are ``int64[8]`` arrays: element 0 starts as the largest int64, th
 from burt_numba.kernels.attention_softmax import attention_softmax_kernel
 from burt_numba.kernels.cifg import batched_cifg_update_kernel, cifg_projection_kernel, cifg_update_kernel
 from burt_numba.kernels.constrained_softmax import constrained_softmax_kernel
+from burt_numba.kernels.moe import sparse_moe_dispatch_kernel
 
 __all__ = [
     "attention_softmax_kernel",
@@ -14,4 +15,5 @@ __all__ = [
     "cifg_projection_kernel",
     "cifg_update_kernel",
     "constrained_softmax_kernel",
+    "sparse_moe_dispatch_kernel",
 ]

@@ -1,4 +1,4 @@
-"""The kernel behind ``validate_output=True``."""
+"""The kernels behind ``validate_output=True``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.events import ENTROPY_OVERFLOW, record_event
 from burt_numba.device.numeric import NEGATIVE_INFINITY, log, maximum
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
-from burt_numba.device.rows import is_bad, report_bad_elements, row_offset, row_place
+from burt_numba.device.rows import is_bad, not_finite, report_bad_elements, report_not_finite, row_offset, row_place
 from burt_numba.device.warp import FULL_MASK, any_lane
 
 _ZERO = np.float32(0.0)
@@ -73,3 +73,24 @@ def distribution_check_kernel(
             bound = own if own >= _ZERO else _ZERO
         if thread == 0 and total > bound + allowed + _TOLERANCE:
             record_event(errors, ENTROPY_OVERFLOW, 1, first_row + row)
+
+
+@cuda.jit
+def finite_check_kernel(values, groups, rows, columns, counts, errors):
+    """Block b checks the rows b, b + gridDim.x, ... of all groups: what is not finite is recorded.
+
+    ``counts``: rows of each group that are looked at; of size 0: all of them.
+    """
+    thread = np.int64(cuda.threadIdx.x)
+    threads = np.int64(cuda.blockDim.x)
+    for row in range(cuda.blockIdx.x, groups * rows, cuda.gridDim.x):
+        if counts.size == 0 or row % rows < counts[row // rows]:
+            offset = np.int64(row) * columns
+            bad = False
+            for column in range(thread, columns, threads):
+                if not_finite(np.float32(values[offset + column])):
+                    bad = True
+            if any_lane(bad, FULL_MASK):
+                report_not_finite(
+                    values, offset, np.int64(1), thread, 1, columns, threads, offset, errors, 32, FULL_MASK
+                )

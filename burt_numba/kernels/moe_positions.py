@@ -1,0 +1,294 @@
+"""The kernel that gives out the rows of experts, the same ones on every run.
+
+    order of choices        first choices of tokens 0, 1, ... T - 1, then their second choices, ...
+    warp w of block b       takes ``warp_choices`` of them, from (b * warps + w) * warp_choices on
+    row of a choice         choices of its expert before it: in blocks before, in warps before, and in its own warp
+
+    area of a block         counts of warp 0 | of warp 1 | ... | of the blocks before | of all   (a cell an expert)
+
+Choices are looked at twice: once to count them, and once to give them rows. In between all blocks meet. Where some
+expert was full, tokens that got no row are looked for in the same way, in token order, and get the rows that expert 0
+has left.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from burt_numba.backend import cuda
+from burt_numba.device.arguments import array_at
+from burt_numba.device.coherence import group_barrier
+from burt_numba.device.events import CAPACITY_FULL, DIM_MISMATCH, record_event, rolled
+from burt_numba.device.experts import OUT_OF_RANGE, SKIPPED, chosen_expert, finite_weight, first_choice
+from burt_numba.device.launch_order import let_next_begin
+from burt_numba.device.numeric import whole_quotient
+from burt_numba.device.vector import element_at, set_element
+from burt_numba.device.warp import (
+    FULL_MASK,
+    any_lane,
+    count_lanes,
+    count_lanes_before,
+    lanes_alike,
+    lanes_where,
+    sync_warp,
+    warp_min,
+    warp_sum,
+)
+
+_ROWS_AHEAD = 8
+"""Counts of other blocks that a thread has in flight."""
+_WARPS_AHEAD = 8
+_NONE = np.int32(-1)
+_ZERO = np.float32(0.0)
+
+
+@cuda.jit(device=True)
+def _write_choice(place, dispatch_indices, combine_weights, expert, position, weight):
+    set_element(dispatch_indices, 2 * place, np.int32(expert))
+    set_element(dispatch_indices, 2 * place + 1, np.int32(position))
+    set_element(combine_weights, place, weight)
+
+
+@cuda.jit(device=True)
+def _add_up_warps(area, start, warps, experts, expert):
+    """Counts of an expert in the warps of a block become those of the warps before; returns those of all."""
+    few = cuda.local.array(_WARPS_AHEAD, np.int32)
+    total = np.int32(0)
+    for first in range(0, warps, _WARPS_AHEAD):
+        for step in range(_WARPS_AHEAD):
+            few[step] = np.int32(0)
+            if first + step < warps:
+                few[step] = area[start + (first + step) * experts + expert]
+        for step in range(_WARPS_AHEAD):
+            if first + step < warps:
+                area[start + (first + step) * experts + expert] = total
+            total = np.int32(total + few[step])
+    return total
+
+
+@cuda.jit(device=True)
+def _add_up_blocks(block_counts, blocks, block, experts, area, before_place, total_place):
+    """Add to the sums of the area what the blocks before, and all blocks, have counted of each expert."""
+    few = cuda.local.array(_ROWS_AHEAD, np.int32)
+    thread = np.int32(cuda.threadIdx.x)
+    threads = np.int32(cuda.blockDim.x)
+    # Where there are more threads than experts, several share the blocks of one.
+    sharers = max(whole_quotient(threads, experts), np.int32(1))
+    sharer = whole_quotient(thread, experts) if sharers > 1 else np.int32(0)
+    if sharer < sharers:
+        for expert in range(thread - sharer * experts, experts, threads):
+            before = np.int32(0)
+            total = np.int32(0)
+            for first in range(sharer, blocks, sharers * _ROWS_AHEAD):
+                for step in range(_ROWS_AHEAD):
+                    row = first + step * sharers
+                    few[step] = np.int32(0)
+                    if row < blocks:
+                        few[step] = element_at(block_counts, np.int64(row) * experts + expert)
+                for step in range(_ROWS_AHEAD):
+                    if first + step * sharers < block:
+                        before = np.int32(before + few[step])
+                    total = np.int32(total + few[step])
+            cuda.atomic.add(area, before_place + expert, before)
+            cuda.atomic.add(area, total_place + expert, total)
+
+
+@cuda.jit(device=True)
+def _choice_without_room(token, indices, index_place, dispatch_indices, choices, experts):
+    """The choice whose expert 0 may take a token of which none was placed; -1 for other tokens."""
+    place = np.int64(token) * choices
+    for choice in range(choices):
+        if element_at(dispatch_indices, 2 * (place + choice)) >= 0:
+            return _NONE
+    origin, stride, choice_stride = index_place
+    return first_choice(indices, origin + np.int64(token) * stride, choice_stride, choices, experts)
+
+
+@cache
+def positions_kernel(staged: int):
+    """The kernel. ``staged``: the area of a block is in dynamic shared memory, else in the workspace."""
+
+    @cuda.jit
+    def moe_positions_kernel(
+        top_k_indices,
+        index_origin,
+        index_stride,
+        index_choice_stride,
+        routing_weights,
+        weight_origin,
+        weight_stride,
+        weight_expert_stride,
+        tokens,
+        choices,
+        experts,
+        capacity,
+        warp_choices,
+        warp_tokens,
+        dispatch_indices,
+        expert_counts,
+        combine_weights,
+        num_dropped,
+        num_overflowed,
+        block_counts,
+        found_counts,
+        areas,
+        barriers,
+        errors,
+    ):
+        """``capacity`` is at most tokens * choices."""
+        found_by_warp = cuda.shared.array(32, np.int32)
+        area = cuda.shared.array(0, np.int32)
+        let_next_begin()
+        top_k_indices = array_at(top_k_indices)
+        routing_weights = array_at(routing_weights)
+        dispatch_indices = array_at(dispatch_indices)
+        expert_counts = array_at(expert_counts)
+        combine_weights = array_at(combine_weights)
+        block_counts = array_at(block_counts)
+        found_counts = array_at(found_counts)
+        barriers = array_at(barriers)
+        thread = np.int32(cuda.threadIdx.x)
+        threads = np.int32(cuda.blockDim.x)
+        block = np.int32(cuda.blockIdx.x)
+        blocks = np.int32(cuda.gridDim.x)
+        lane = np.int32(thread & 31)
+        warp = np.int32(thread >> 5)
+        warps = np.int32(threads >> 5)
+        start = np.int64(0)
+        if not staged:
+            area = array_at(areas)
+            start = np.int64(block) * (warps + 2) * experts
+        own = start + np.int64(warp) * experts
+        before_place = start + np.int64(warps) * experts
+        total_place = before_place + experts
+        for cell in range(start + thread, total_place + experts, threads):
+            area[cell] = np.int32(0)
+        cuda.syncthreads()  # all counts are zero
+
+        index_place = (index_origin, index_stride, index_choice_stride)
+        end = np.int32(tokens * choices)
+        first = np.int32(min((np.int64(block) * warps + warp) * warp_choices, np.int64(end)))
+        last = np.int32(min(np.int64(first) + warp_choices, np.int64(end)))
+        for turn in range(rolled(2, errors)):
+            for group in range(first, last, 32):
+                number = np.int32(group + lane)
+                token = np.int32(0)
+                choice = np.int32(0)
+                expert = SKIPPED
+                if number < last:
+                    choice = whole_quotient(number, tokens)
+                    token = np.int32(number - choice * tokens)
+                    expert = chosen_expert(
+                        top_k_indices, index_origin + token * index_stride, index_choice_stride, choice, experts
+                    )
+                alike = lanes_alike(expert, FULL_MASK)
+                before = np.int32(0)
+                if expert >= 0:
+                    before = area[own + expert]
+                sync_warp()  # all lanes have read
+                if expert >= 0 and count_lanes_before(alike) == 0:
+                    area[own + expert] = before + count_lanes(alike)
+                sync_warp()  # the counts hold the group
+                if turn == 1:
+                    place = np.int64(token) * choices + choice
+                    position = _NONE
+                    if expert >= 0:
+                        position = np.int32(area[before_place + expert] + before + count_lanes_before(alike))
+                    if any_lane(expert == OUT_OF_RANGE, FULL_MASK):
+                        wrong = lanes_where(expert == OUT_OF_RANGE, FULL_MASK)
+                        lowest = warp_min(place if expert == OUT_OF_RANGE else np.int64(end), 32, FULL_MASK)
+                        if lane == 0:
+                            record_event(errors, DIM_MISMATCH, count_lanes(wrong), lowest)
+                    if number < last:
+                        weight = _ZERO
+                        if expert >= 0 and position < capacity:
+                            weight = finite_weight(
+                                routing_weights,
+                                weight_origin + token * weight_stride + expert * weight_expert_stride,
+                                np.int64(token) * experts + expert,
+                                errors,
+                            )
+                        else:
+                            expert = SKIPPED
+                            position = _NONE
+                        _write_choice(place, dispatch_indices, combine_weights, expert, position, weight)
+            if turn == 0:
+                cuda.syncthreads()  # the warps have counted
+                for expert in range(thread, experts, threads):
+                    total = _add_up_warps(area, start, warps, experts, expert)
+                    if blocks > 1:
+                        set_element(block_counts, np.int64(block) * experts + expert, total)
+                    else:
+                        area[total_place + expert] = total
+                group_barrier(barriers, 0, blocks)
+                if blocks > 1:
+                    _add_up_blocks(block_counts, blocks, block, experts, area, before_place, total_place)
+                    cuda.syncthreads()  # the sums are complete
+
+        is_full = np.int32(0)
+        for expert in range(thread, experts, threads):
+            total = area[total_place + expert]
+            if total > capacity:
+                is_full = np.int32(1)
+            if block == 0 and expert > 0:
+                set_element(expert_counts, expert, min(total, capacity))
+        own_rows = min(area[total_place], capacity)
+        found = np.int32(0)
+        if cuda.syncthreads_or(is_full) != 0:
+            group_barrier(barriers, 0, blocks)  # all choices have been given their rows
+            first = np.int32(min((np.int64(block) * warps + warp) * warp_tokens, np.int64(tokens)))
+            last = np.int32(min(np.int64(first) + warp_tokens, np.int64(tokens)))
+            before = np.int32(0)
+            for turn in range(rolled(2, errors)):
+                for group in range(first, last, 32):
+                    token = np.int32(group + lane)
+                    choice = _NONE
+                    if token < last:
+                        choice = _choice_without_room(
+                            token, top_k_indices, index_place, dispatch_indices, choices, experts
+                        )
+                    without = lanes_where(choice >= 0, FULL_MASK)
+                    position = np.int32(own_rows + before + count_lanes_before(without))
+                    before = np.int32(before + count_lanes(without))
+                    if turn == 1 and choice >= 0:
+                        if position < capacity:
+                            index_offset = index_origin + token * index_stride + choice * index_choice_stride
+                            expert = np.int64(top_k_indices[index_offset])
+                            weight = finite_weight(
+                                routing_weights,
+                                weight_origin + token * weight_stride + expert * weight_expert_stride,
+                                np.int64(token) * experts + expert,
+                                errors,
+                            )
+                            place = np.int64(token) * choices + choice
+                            _write_choice(place, dispatch_indices, combine_weights, 0, position, weight)
+                        elif position == capacity:
+                            # The first that is dropped, on behalf of all.
+                            record_event(errors, CAPACITY_FULL, own_rows + found - capacity, token)
+                if turn == 0:
+                    if lane == 0:
+                        found_by_warp[warp] = before
+                    cuda.syncthreads()  # the warps have looked
+                    count = found_by_warp[lane] if lane < warps else np.int32(0)
+                    before = warp_sum(count if lane < warp else np.int32(0), 32, FULL_MASK)
+                    count = warp_sum(count, 32, FULL_MASK)
+                    if thread == 0:
+                        set_element(found_counts, block, count)
+                    group_barrier(barriers, 0, blocks)
+                    before_block = np.int32(0)
+                    for other in range(lane, blocks, 32):
+                        count = element_at(found_counts, other)
+                        found = np.int32(found + count)
+                        if other < block:
+                            before_block = np.int32(before_block + count)
+                    found = warp_sum(found, 32, FULL_MASK)
+                    before = np.int32(before + warp_sum(before_block, 32, FULL_MASK))
+        if block == 0 and thread == 0:
+            overflowed = min(found, capacity - own_rows)
+            set_element(expert_counts, 0, own_rows + overflowed)
+            set_element(array_at(num_overflowed), 0, overflowed)
+            set_element(array_at(num_dropped), 0, found - overflowed)
+
+    return moe_positions_kernel

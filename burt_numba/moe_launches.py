@@ -1,0 +1,122 @@
+"""Launch choices of the mixture of experts: how choices lie in the blocks of a launch, and elements in its lanes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from burt_numba.target import COUNTER_STRIDE, most_shared_bytes
+
+POSITIONS_BLOCK = 1024
+"""Threads of a block that gives out rows, at most."""
+_ONE_BLOCK = 4096
+"""Choices up to which one block is faster than several that meet."""
+_MOST_AREA = 1 << 24
+"""Counts in the workspace, where they do not fit in shared memory: fewer blocks take longer, and less of it."""
+_STATIC_BYTES = 256
+COPY_BLOCK = 256
+COPY_DEPTH = 4
+"""Vectors of a token that a lane has in flight."""
+COMBINE_BLOCK = 256
+COMBINE_DEPTH = 2
+COMBINE_ROWS = 2
+"""Rows of a token, and vectors of each, that a lane has in flight."""
+CLEAR_VECTORS = 16
+"""Vectors that a thread sets to zero in the part of an expert's unused rows that its block has."""
+_MOST_CLEARING = 1 << 20
+"""Blocks that clear, where no expert needs one of its own: beyond, their parts are larger."""
+
+
+class PositionsShape(NamedTuple):
+    """How choices lie in the blocks that give out rows: in the order in which they get them, whole warps after another.
+
+    ``area``: counts of each warp and expert, then of the blocks before and of all blocks, for each expert.
+    """
+
+    blocks: int
+    threads: int
+    warp_choices: int
+    """Choices of a warp: a multiple of 32."""
+    warp_tokens: int
+    """Tokens of a warp that looks for those without room: a multiple of 32."""
+    experts: int
+    staged: bool
+    """The area of a block fits in shared memory."""
+
+    @property
+    def area(self) -> int:
+        return (self.threads // 32 + 2) * self.experts
+
+    @property
+    def shared_bytes(self) -> int:
+        return 4 * self.area if self.staged else 0
+
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """int32 cells of the workspace: counts of each block and expert, of each block, and areas."""
+        return self.blocks * self.experts, self.blocks, 0 if self.staged else self.blocks * self.area
+
+    @property
+    def workspace(self) -> tuple[int, ...]:
+        """Bytes of each kind of a workspace."""
+        return 4 * sum(self.counts), 0, 0, 8 * COUNTER_STRIDE
+
+
+def positions_shape(
+    tokens: int, choices: int, experts: int, capability: tuple[int, int], multiprocessors: int
+) -> PositionsShape:
+    """For ``choices`` choices a token."""
+    total = tokens * choices
+    blocks = 1 if total <= _ONE_BLOCK else min(multiprocessors, -(-total // POSITIONS_BLOCK))
+    warps = min(max(-(-total // (32 * blocks)), 1), POSITIONS_BLOCK // 32)
+    most = most_shared_bytes(capability) - _STATIC_BYTES
+    staged = 4 * (warps + 2) * experts <= most
+    if not staged:
+        warps = min(warps, max(_MOST_AREA // experts - 2, 1))
+        blocks = min(blocks, max(_MOST_AREA // ((warps + 2) * experts), 1))
+        staged = 4 * (warps + 2) * experts <= most
+    warps_in_all = warps * blocks
+    return PositionsShape(
+        blocks,
+        32 * warps,
+        32 * -(-total // (32 * warps_in_all)),
+        32 * -(-tokens // (32 * warps_in_all)),
+        experts,
+        staged,
+    )
+
+
+class RowPieces(NamedTuple):
+    """How the elements of rows lie in lanes: a group of lanes has a piece of a row, ``depth`` vectors in each lane.
+
+    columns   0 .. 3   4 .. 7   8 .. 11   12 .. 15   16 .. 19   20 .. 23       (lanes 2, depth 2, vectors of 4)
+    piece 0   lane 0   lane 1   lane 0    lane 1     piece 1 ...
+    """
+
+    lanes_shift: int
+    """Power of 2: lanes of a group, up to a warp."""
+    pieces: int
+    """Of a row."""
+
+    @classmethod
+    def of(cls, columns: int, vector: int, depth: int) -> RowPieces:
+        vectors = -(-columns // vector)
+        shift = min(max(-(-vectors // depth) - 1, 0).bit_length(), 5)
+        return cls(shift, -(-vectors // (depth << shift)))
+
+    def blocks(self, rows: int, threads: int) -> int:
+        """Blocks for the groups of all rows."""
+        return -(-((rows * self.pieces) << self.lanes_shift) // threads)
+
+
+class ClearedParts(NamedTuple):
+    """How the unused rows of experts lie in the blocks that clear them: ``parts`` blocks an expert."""
+
+    parts: int
+    elements: int
+    """Of a part: whole vectors."""
+
+    @classmethod
+    def of(cls, experts: int, expert_elements: int, vector: int) -> ClearedParts:
+        least = COPY_BLOCK * CLEAR_VECTORS * vector
+        parts = min(-(-expert_elements // least), max(_MOST_CLEARING // experts, 1))
+        return cls(parts, vector * -(-expert_elements // (parts * vector)) if parts else 0)
