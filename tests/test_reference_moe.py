@@ -178,7 +178,8 @@ def test_combine_divides_by_no_sum_of_zero():
     result = dispatch([[0, 1]], weights=np.array([[1.0, -1.0, 0.0, 0.0]]))
     outputs = np.ones(result.expert_inputs.shape)
     outputs[1] = 3
-    assert reference.sparse_moe_combine(outputs, result, True).output.tolist() == [[-2, -2]]
+    assert reference.sparse_moe_combine(outputs, result, False).output.tolist() == [[-2, -2]]
+    assert reference.sparse_moe_combine(outputs, result, True).output.tolist() == [[0, 0]]
 
 
 @given(st.integers(0, 6), st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.integers(0, 2**32 - 1))

@@ -165,7 +165,7 @@ def sparse_moe_combine(expert_outputs: ArrayLike, dispatch: Any, renormalize: bo
         Of which `dispatch_indices` and `combine_weights` are used. A place outside expert_outputs is recorded (code 6)
         and skipped.
     renormalize : bool
-        Divide the weights of a token by their sum. A sum of 0 leaves them as they are.
+        Divide the sum by that of the weights. Where the weights add up to 0, it is 0.
 
     Returns
     -------
@@ -197,7 +197,7 @@ def sparse_moe_combine(expert_outputs: ArrayLike, dispatch: Any, renormalize: bo
     used = np.where(within, _finite(weights), 0.0)
     if renormalize:
         total = used.sum(axis=1, keepdims=True)
-        used = np.divide(used, total, out=used, where=total != 0)
+        used = np.divide(used, total, out=np.zeros_like(used), where=total != 0)
     output = np.zeros((len(weights), outputs.shape[2]))
     row_used = np.zeros(outputs.shape[:2], bool)
     for token, choice in np.argwhere(within).tolist():
