@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,14 +46,14 @@ class Case:
     dtype: str
     variant: str
     shape: tuple[int, ...]
-    """Of the first input and of the output."""
+    """Of the output."""
     bytes_moved: int
     """What the operation has to move: each input element it needs read once, each output element written once."""
     flops: int
     make: Callable[[int], Inputs]
     """Inputs on the device, from a seed."""
     first: str
-    """Name of the first input, which has the output's shape and dtype."""
+    """Name of the first input, which has the output's dtype."""
     call: Callable[[Inputs, Any, Any], object]
     """(inputs, out, errors): one call of the operation."""
     check: Callable[[Inputs, Any], str]
@@ -71,6 +71,9 @@ class Case:
     """torch.softmax of the same shape is the operation without its constraint."""
     offset: int = 0
     """Elements by which the buffers start past an aligned address."""
+    verify: Callable[[Sequence[Inputs], Sequence[Any], Callable[[], None]], None] | None = None
+    """(sets of inputs, their outputs, replay): show that a replay does the work, where a call need not write every
+    element of its output, or need not write the same ones."""
 
     @property
     def elements(self) -> int:
@@ -78,7 +81,7 @@ class Case:
 
     @property
     def whole_bytes(self) -> int:
-        """Every element read once and written once."""
+        """Every element of the output, and as much read."""
         return 2 * self.elements * ITEM_BYTES[self.dtype]
 
     @property
@@ -102,7 +105,10 @@ class Case:
         return tuple(inputs.get(name) for name in self.eager_inputs)
 
 
-BASE_NAMES = {"cifg": ("cifg_update", "batched_cifg_update")}
+BASE_NAMES = {
+    "cifg": ("cifg_update", "batched_cifg_update"),
+    "moe": ("sparse_moe_dispatch", "sparse_moe_combine"),
+}
 """Functions that share a name in package, tests and perf."""
 
 

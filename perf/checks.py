@@ -18,6 +18,8 @@ NORM_LIMIT = {
     ("attention_softmax", "float16"): 2e-3,
     ("cifg_update", "float32"): 5e-6,
     ("batched_cifg_update", "float32"): 5e-6,
+    ("sparse_moe_combine", "float32"): 5e-6,
+    ("sparse_moe_combine", "float16"): 2e-3,
 }
 """Limits on ‖out − ref‖ / ‖ref‖, the ones that the operations promise."""
 

@@ -21,23 +21,30 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 from perf.case import BASE_NAMES, is_of
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.console import Console
 
     from perf.record import CsvFile, Record
 
-OPERATIONS = ("constrained_softmax", "attention_softmax", "cifg_update", "batched_cifg_update")
+OPERATIONS = (
+    *("constrained_softmax", "attention_softmax", "cifg_update", "batched_cifg_update"),
+    *("sparse_moe_dispatch", "sparse_moe_combine"),
+)
 SHAPES = {
     "constrained_softmax": ((32, 1_000), (32, 5_000)),
     "attention_softmax": ((2, 4, 64, 64), (2, 4, 512, 512)),
     "cifg_update": ((32, 32), (512, 512)),
     "batched_cifg_update": ((4, 64, 64), (200, 64, 64)),
+    "sparse_moe_dispatch": ((64, 64), (1_024, 511)),
+    "sparse_moe_combine": ((4, 32, 64), (4, 512, 511)),
 }
-"""Of the first input, and of the output."""
+"""Of the first input."""
 STAGES = (
     "import numpy",
     "import burt_numba",
@@ -71,6 +78,9 @@ def child(op: str) -> None:
     pairs = []
     for shape in SHAPES[op]:
         values = np.random.default_rng(0).normal(0, 3, shape).astype(np.float32)
+        if op in BASE_NAMES["moe"]:
+            pairs.append(expert_arguments(op, values))
+            continue
         if op in BASE_NAMES["cifg"]:
             batch, d = shape[:-2], shape[-1]
             shapes = ((*batch, d), (*batch, d), (d, 2 * d), (d,))  # h, x, W_f, b_f
@@ -78,17 +88,36 @@ def child(op: str) -> None:
         else:
             values[..., 0] += 40  # a clear leader: no row records an event
             arrays = [values]
-        pairs.append(([cuda.to_device(array) for array in arrays], cuda.device_array(shape, np.float32)))
+        pairs.append(([cuda.to_device(array) for array in arrays], {"out": cuda.device_array(shape, np.float32)}))
     small, large = pairs
     cuda.synchronize()
     times.append(clock())
-    for arguments, out in (small, small, large):
-        function(*arguments, out=out)
+    for arguments, options in (small, small, large):
+        function(*arguments, **options)
         cuda.synchronize()
         times.append(clock())
     seconds = dict(zip(STAGES, (after - before for before, after in itertools.pairwise(times)), strict=True))
     seconds[SUM] = times[STAGES.index("first call") + 1] - times[1]
     print(json.dumps(seconds))
+
+
+def expert_arguments(op: str, values: np.ndarray) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments and options of a dispatch that allocates, or of a combine of rows that each have one token."""
+    import numpy as np
+
+    from burt_numba.backend import cuda
+
+    if op == "sparse_moe_dispatch":
+        T = len(values)
+        indices = np.stack([np.arange(T) % 4, (np.arange(T) + 1) % 4], axis=1).astype(np.int32)
+        arrays = (values, np.full((T, 4), 0.25, np.float32), indices)
+        return [cuda.to_device(array) for array in arrays], {}
+    experts, capacity, d = values.shape
+    places = np.stack(np.divmod(np.arange(experts * capacity, dtype=np.int32), np.int32(capacity)), axis=1)[:, None]
+    weights = np.ones(places.shape[:2], np.float32)
+    dispatch = SimpleNamespace(dispatch_indices=cuda.to_device(places), combine_weights=cuda.to_device(weights))
+    out = cuda.device_array((len(weights), d), np.float32)
+    return [cuda.to_device(values), dispatch], {"out": out}
 
 
 def run_child(op: str, cache: Path) -> dict[str, float]:

@@ -45,10 +45,13 @@ LIMIT_US = {
 """Asked of our functions, by array family; an output of Numba's own allocation (about 30 µs) has no limit."""
 MEMORY_LIMIT_US = 25.0
 """Asked of an update of a memory, in any family: ten arrays, and two launches for a batch."""
+MOE_LIMIT_US = 25.0
+"""Asked of the mixture of experts where all buffers are given: nine arrays and two launches for a dispatch."""
 
 ROWS, CLASSES = 32, 64
 HEADS_SHAPE = (2, 4, 16, 16)
 SAMPLES, MEMORY_SIZE = 4, 32
+TOKENS, EXPERTS, CHOICES = 16, 4, 2
 NO_EVENT = np.iinfo(np.int64).max
 
 
@@ -65,7 +68,11 @@ class Timed:
     def limit(self) -> float | None:
         if not self.ours:
             return None
-        return MEMORY_LIMIT_US if is_of(self.op, "cifg") else LIMIT_US.get((self.family, self.variant))
+        if is_of(self.op, "cifg"):
+            return MEMORY_LIMIT_US
+        if is_of(self.op, "moe"):
+            return MOE_LIMIT_US if self.variant == "out=" else None
+        return LIMIT_US.get((self.family, self.variant))
 
 
 def host_arrays() -> dict[str, np.ndarray]:
@@ -107,6 +114,7 @@ def list_functions(op: str | None = None) -> Iterator[Timed]:
                 yield Timed(name, family, "out=", functools.partial(function, out=out))
                 yield Timed(name, family, "new output", function)
         yield from memory_functions(family, convert, op)
+        yield from expert_functions(family, convert, op)
     if torch is not None:
         x = torch.from_numpy(hosts["logits"]).to("cuda")
         out = torch.empty_like(x)
@@ -132,6 +140,30 @@ def memory_functions(family: str, convert: Callable[[np.ndarray], object], op: s
         yield Timed(name, family, "out=", functools.partial(update, out=convert(np.zeros(shapes[0], np.float32))))
         carried = functools.partial(update, power_vector=vector, sigma_bound=certificate)
         yield Timed(name, family, "in place, carried", carried)
+
+
+def expert_functions(family: str, convert: Callable[[np.ndarray], object], op: str | None) -> Iterator[Timed]:
+    """A dispatch and a combine of a mixture of experts. No token is lost, so any number of calls records no event."""
+    random = np.random.default_rng(0)
+    tokens, weights, indices = (
+        random.normal(size=(TOKENS, CLASSES)).astype(np.float32),
+        random.uniform(0.1, 1, (TOKENS, EXPERTS)).astype(np.float32),
+        np.argsort(random.random((TOKENS, EXPERTS)), axis=1)[:, :CHOICES].astype(np.int32),
+    )
+    arrays = [convert(array) for array in (tokens, weights, indices)]
+    made = burt_numba.sparse_moe_dispatch(*arrays, TOKENS)
+    given = {**made._asdict(), "num_dropped": made.num_dropped, "num_overflowed": made.num_overflowed}
+    if is_of("sparse_moe_dispatch", op):
+        call = functools.partial(burt_numba.sparse_moe_dispatch, *arrays, TOKENS)
+        yield Timed("sparse_moe_dispatch", family, "out=", functools.partial(call, **given))
+        yield Timed(
+            "sparse_moe_dispatch", family, "out=, atomic", functools.partial(call, deterministic=False, **given)
+        )
+        yield Timed("sparse_moe_dispatch", family, "new output", call)
+    if is_of("sparse_moe_combine", op):
+        call = functools.partial(burt_numba.sparse_moe_combine, made.expert_inputs, made)
+        yield Timed("sparse_moe_combine", family, "out=", functools.partial(call, out=convert(np.zeros_like(tokens))))
+        yield Timed("sparse_moe_combine", family, "new output", call)
 
 
 def raw_launches(op: str | None) -> Iterator[Timed]:

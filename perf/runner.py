@@ -221,11 +221,14 @@ class Bench:
             inputs, out = self.inputs[i], self.outs[i]
             return lambda: case.call(inputs, out, self.errors)
 
-        expected = self.outs[0].clone()
+        expected = self.outs[0].clone() if case.verify is None else None
         # The calls go to another stream, and in place they write where this reads.
         torch.cuda.synchronize()
 
         def verify(replay: Callable[[], None], count: int) -> None:
+            if case.verify is not None:
+                case.verify(self.inputs[:count], self.outs[:count], replay)
+                return
             self.poison()
             replay()
             if not all(all_finite(out) for out in self.outs[:count]):
