@@ -7,7 +7,7 @@ import pytest
 from cifg_support import forget_calls
 
 import burt_numba
-from burt_numba import BurtDimensionError, cifg, plan, simulator
+from burt_numba import BurtDimensionError, cifg, moe, moe_launches, plan, simulator
 from burt_numba.cifg_launches import memory_launches
 from burt_numba.host import rows as rows_module
 from burt_numba.host.plans import LaunchPlan, Plan
@@ -151,6 +151,38 @@ def test_bytes_moved_and_flops_of_the_memory(columns, width, samples, shared, mo
     assert cifg.flops(columns, width, samples, shared, steps=4) == arithmetic + 3 * step
 
 
+@pytest.mark.parametrize(("d_model", "block"), [(1, 32), (32, 32), (33, 64), (255, 256), (256, 256), (257, 256)])
+@pytest.mark.parametrize("top_k", [1, 2, 5])
+def test_documented_sparse_moe_dispatch(d_model, block, top_k):
+    """Grid (batch_size), block min(d, 256) in whole warps, 8 bytes a choice."""
+    documented = plan("sparse_moe_dispatch", batch_size=9, d_model=d_model, num_experts=4, top_k=top_k).documented
+    assert documented.kernel == "sparse_moe_dispatch_kernel"
+    assert (documented.grid, documented.block, documented.shared_bytes) == ((9,), block, 8 * top_k)
+    assert plan("sparse_moe_combine", batch_size=9, d_model=d_model, num_experts=4, top_k=top_k).documented is None
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("float16", 2)])
+@pytest.mark.parametrize(("given", "capacity"), [({}, 100), ({"expert_capacity": 7}, 7), ({"top_k": 3}, 150)])
+def test_bytes_of_sparse_moe_dispatch(dtype, item, given, capacity):
+    """The documented table: T d 4 bytes in, E capacity d 4 out, T k 8 beside them, and our workspace."""
+    dims = {"batch_size": 100, "d_model": 30, "num_experts": 4, "dtype": dtype, **given}
+    planned, choices = plan("sparse_moe_dispatch", **dims), given.get("top_k", 2)
+    assert (planned.input_bytes, planned.output_bytes) == (100 * 30 * item, 4 * capacity * 30 * item)
+    workspace = moe_launches.positions_shape(100, choices, 4, (9, 0), 132).workspace
+    assert planned.temporary_bytes == 8 * 100 * choices + sum(workspace)
+    combined = plan("sparse_moe_combine", **dims)
+    assert (combined.output_bytes, combined.temporary_bytes) == (100 * 30 * item, 0)
+    assert combined.input_bytes == 100 * choices * (30 * item + 8 + 4)
+
+
+def test_bytes_moved_and_flops_of_the_experts():
+    """A token is read once however many experts take it."""
+    cells = 100 * 3 * (4 + 4 + 8 + 4)  # an index and a weight read, a place and a weight written
+    assert moe.bytes_moved(100, 30, 3, 5, 4) == 100 * 30 * 4 * (1 + 3) + cells + 5 * 4
+    assert moe.bytes_combined(100, 30, 3, 2) == 100 * 30 * 2 * (3 + 1) + 100 * 3 * (8 + 4)
+    assert moe.flops_combined(100, 30, 3) == 2 * 100 * 30 * 3
+
+
 def test_large_sizes_take_no_time():
     planned = plan("attention_softmax", batch_size=64, num_heads=64, seq_len=1 << 20, causal=True)
     assert planned.output_bytes == 64 * 64 * 4 << 40
@@ -291,6 +323,50 @@ def test_planned_launches_of_batched_cifg_update_are_made(updated, samples, shar
         assert len(planned) == (3 + shared) * (d > 0 and samples > 0)
 
 
+@pytest.fixture
+def routed(monkeypatch, recorded):
+    """The launches of a dispatch that allocates, and of a combine."""
+    for operation in (moe._DISPATCH_OPERATION, moe._COMBINE_OPERATION):
+        monkeypatch.setattr(operation, "_calls", {})
+
+    def call(T, d, experts, k, capacity=None, dtype="float32"):
+        recorded.clear()
+        indices = np.empty((T, k), np.int32)
+        dispatch = burt_numba.sparse_moe_dispatch(
+            np.empty((T, d), dtype), np.empty((T, experts), np.float32), indices, capacity
+        )
+        dispatched = list(recorded)
+        recorded.clear()
+        burt_numba.sparse_moe_combine(dispatch.expert_inputs, dispatch)
+        return dispatched, list(recorded)
+
+    return call
+
+
+@pytest.mark.simulator_only("launches are recorded in the simulator, which stands for 9.0 and 4 multiprocessors")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("T", [1, 33, 1000, 2049, 70_000])
+@pytest.mark.parametrize("experts", [1, 8, 3000])
+def test_planned_launches_of_the_experts_are_made(routed, T, experts, dtype):
+    for d in (0, 1, 3, 8, 100, 512, 7168):
+        for k, capacity in ((0, 3), (1, None), (2, 1), (8, 5)):
+            dims = {"batch_size": T, "d_model": d, "num_experts": experts, "top_k": k, "dtype": dtype}
+            dims |= {} if capacity is None else {"expert_capacity": capacity}
+            dispatched, combined = routed(T, d, experts, k, capacity, dtype)
+            assert planned_launches("sparse_moe_dispatch", **dims, multiprocessors=4) == dispatched, dims
+            assert planned_launches("sparse_moe_combine", **dims, multiprocessors=4) == combined, dims
+            assert len(combined) == (d > 0)
+
+
+@pytest.mark.simulator_only("launches are recorded in the simulator, which stands for 9.0 and 4 multiprocessors")
+@pytest.mark.parametrize(("T", "capacity"), [(0, 0), (0, 5), (7, 0)])
+def test_planned_launches_of_the_experts_over_empty_arrays(routed, T, capacity):
+    """Their kernels alone: NumPy gives empty arrays no strides, which are not read by vectors."""
+    dims = {"batch_size": T, "d_model": 8, "num_experts": 3, "top_k": 2, "expert_capacity": capacity}
+    for function, made in zip(("sparse_moe_dispatch", "sparse_moe_combine"), routed(T, 8, 3, 2, capacity), strict=True):
+        assert [launch.kernel for launch in plan(function, **dims).launches] == [launch[0] for launch in made]
+
+
 @pytest.mark.parametrize(
     ("dims", "capability", "cluster", "group"),
     [
@@ -341,8 +417,11 @@ def test_what_a_plan_prints():
     assert [line.split()[0] for line in nothing] == ["attention_softmax", "documented", "bytes"]
 
 
+EXPERTS = {"batch_size": 3, "d_model": 4, "num_experts": 2}
 ATTENTION = {"batch_size": 1, "num_heads": 2, "seq_len": 3}
-NAMES = "attention_softmax, batched_cifg_update, cifg_update, constrained_softmax"
+NAMES = (
+    "attention_softmax, batched_cifg_update, cifg_update, constrained_softmax, sparse_moe_combine, sparse_moe_dispatch"
+)
 REFUSALS = [
     ("softmax", {}, f"plan: name: expected one of {NAMES}, got 'softmax'"),
     (None, {}, f"plan: name: expected one of {NAMES}, got None"),
@@ -397,6 +476,23 @@ REFUSALS = [
         "plan: cifg_update: unexpected batch_size, shared_memory_mode",
     ),
     ("batched_cifg_update", {"d_model": 3, "input_dim": 3}, "plan: batched_cifg_update: batch_size is missing"),
+    ("sparse_moe_dispatch", {"batch_size": 3, "d_model": 4}, "plan: sparse_moe_dispatch: num_experts is missing"),
+    (
+        "sparse_moe_dispatch",
+        {**EXPERTS, "num_experts": 0},
+        "plan: sparse_moe_dispatch: num_experts: expected an integer of at least 1, got 0",
+    ),
+    (
+        "sparse_moe_dispatch",
+        {**EXPERTS, "expert_capacity": -1},
+        "plan: sparse_moe_dispatch: expert_capacity: expected an integer of at least 0, got -1",
+    ),
+    (
+        "sparse_moe_combine",
+        {**EXPERTS, "dtype": "float64"},
+        "plan: sparse_moe_combine: dtype: expected float32 or float16, got float64",
+    ),
+    ("sparse_moe_combine", {**EXPERTS, "seq_len": 3}, "plan: sparse_moe_combine: unexpected seq_len"),
 ]
 
 
