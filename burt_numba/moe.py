@@ -6,7 +6,8 @@ moe_copy.py, moe_combine.py and, for launching by hand, moe.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from burt_numba.host.arrays import Description
@@ -38,6 +39,7 @@ from burt_numba.moe_launches import (
     COPY_BLOCK,
     COPY_DEPTH,
     POSITIONS_BLOCK,
+    UNSTAGED_BLOCK,
     ClearedParts,
     PositionsShape,
     RowPieces,
@@ -271,7 +273,7 @@ def _positions_kernel(staged: bool) -> KernelSpec:
 
         return positions_kernel(*constants)
 
-    return KernelSpec("moe_positions", build, (int(staged),), (POSITIONS_BLOCK, 1))
+    return KernelSpec("moe_positions", build, (int(staged),), (POSITIONS_BLOCK if staged else UNSTAGED_BLOCK, 1))
 
 
 def _copy_kernel(vector: int, dtype: str) -> KernelSpec:
@@ -280,7 +282,7 @@ def _copy_kernel(vector: int, dtype: str) -> KernelSpec:
 
         return copy_kernel(*constants)
 
-    return KernelSpec("moe_copy", build, (vector, int(dtype == "f2")), (COPY_BLOCK, 6))
+    return KernelSpec("moe_copy", build, (vector, int(dtype == "f2")), (COPY_BLOCK, 4))
 
 
 def _combine_kernel(vector: int, dtype: str) -> KernelSpec:
@@ -289,7 +291,7 @@ def _combine_kernel(vector: int, dtype: str) -> KernelSpec:
 
         return combine_kernel(*constants)
 
-    return KernelSpec("moe_combine", build, (vector, int(dtype == "f2")), (COMBINE_BLOCK, 4))
+    return KernelSpec("moe_combine", build, (vector, int(dtype == "f2")), (COMBINE_BLOCK, 3 if vector > 1 else 4))
 
 
 def _documented() -> KernelSpec:
@@ -318,19 +320,17 @@ class _Sizes(NamedTuple):
         default = -(-2 * tokens * choices // experts)
         return cls(tokens, choices, experts, default if capacity is None else capacity, columns)
 
-    def token_pieces(self, vector: int) -> tuple[RowPieces, int]:
-        """How tokens lie in the lanes that copy them, and the blocks that this takes."""
+    def copies(self, vector: int, multiprocessors: int) -> tuple[RowPieces, int, int]:
+        """How tokens lie in the lanes that copy them, the blocks that this takes, and their threads."""
         pieces = RowPieces.of(self.columns, vector, COPY_DEPTH)
-        return pieces, pieces.blocks(self.tokens if self.choices and self.capacity else 0, COPY_BLOCK)
+        return pieces, *pieces.blocks(self.tokens if self.choices else 0, COPY_BLOCK, multiprocessors)
 
     def cleared_parts(self, vector: int) -> ClearedParts:
         """How unused rows lie in the blocks that clear them."""
         return ClearedParts.of(self.experts, self.capacity * self.columns, vector)
 
 
-def _positions_launch(
-    sizes: _Sizes, shape: PositionsShape, index: StridedRows, weight: StridedRows, weight_dtype: str
-) -> Launch:
+def _positions_launch(sizes: _Sizes, shape: PositionsShape, index: StridedRows) -> Launch:
     cells = shape.counts
     total = sizes.tokens * sizes.choices
     numbers = (
@@ -342,11 +342,10 @@ def _positions_launch(
         shape.warp_tokens,
     )
     arguments = (
-        *(index.argument, *_place(index), weight.argument, *_place(weight)),
+        *(index.argument, *_place(index)),
         *(Number(number, "i4") for number in numbers),
         Array(_INDICES, "i4", (2 * total,)),
         Array(_COUNTS, "i4", (sizes.experts,)),
-        Array(_WEIGHTS, weight_dtype, (total,)),
         Array(_DROPPED, "i4", (1,)),
         Array(_OVERFLOWED, "i4", (1,)),
         *(Array(_WORK, "i4", (size,), offset=4 * sum(cells[:place])) for place, size in enumerate(cells)),
@@ -364,16 +363,23 @@ def _positions_launch(
 
 
 def _copy_launch(
-    sizes: _Sizes, source: StridedRows, vector: int, pieces: RowPieces, blocks: int, cleared: ClearedParts
+    sizes: _Sizes,
+    operands: Sequence[StridedRows],
+    vector: int,
+    copies: tuple[RowPieces, int, int],
+    cleared: ClearedParts,
 ) -> Launch:
+    pieces, blocks, threads = copies
+    source, weight, index = operands
     dtype = source.argument.dtype
+    total = sizes.tokens * sizes.choices
     arguments = (
-        *(source.argument, *_place(source)),
-        Array(_INDICES, "i4", (2 * sizes.tokens * sizes.choices,)),
+        *(source.argument, *_place(source), index.argument, *_place(index), weight.argument, *_place(weight)),
+        Array(_INDICES, "i4", (2 * total,)),
         Array(_COUNTS, "i4", (sizes.experts,)),
+        Array(_WEIGHTS, weight.argument.dtype, (total,)),
         Array(_INPUTS, dtype, (sizes.experts * sizes.capacity * sizes.columns,)),
-        Number(sizes.tokens, "i4"),
-        Number(sizes.choices, "i4"),
+        *(Number(number, "i4") for number in sizes[:3]),
         Number(sizes.capacity, "i8"),
         *(Number(number, "i4") for number in (sizes.columns, *pieces, blocks, cleared.parts)),
         Number(cleared.elements, "i8"),
@@ -381,7 +387,7 @@ def _copy_launch(
     )
     grid = (blocks + sizes.experts * cleared.parts, 1)
     # What earlier calls of the stream have written, its first launch has waited for.
-    return Launch(_copy_kernel(vector, dtype), grid, COPY_BLOCK, bare(arguments), follows=True)
+    return Launch(_copy_kernel(vector, dtype), grid, threads, bare(arguments), follows=True)
 
 
 def _documented_launch(sizes: _Sizes, request: Request) -> Launch:
@@ -423,21 +429,21 @@ def _answer_dispatch(request: Request) -> Answer:
         StridedRows.of(_DISPATCH, _NAMES[place], place, array, array.shape)
         for place, array in ((_INPUT, source), (_ROUTING, routing), (_TOP_K, index))
     ]
-    source_rows, routing_rows, index_rows = rows
-    vector = vector_columns(request.aligned, columns, source.dtype, (source_rows,)) if columns else 1
+    vector = vector_columns(request.aligned, columns, source.dtype, rows[:1])
     capability, processors = compute_capability(request.device), multiprocessors(request.device)
     shape = positions_shape(tokens if deterministic else 0, choices, experts, capability, processors)
     workspace = shape.workspace
     counted = sizes if deterministic else sizes._replace(tokens=0)
-    launches = [_positions_launch(counted, shape, index_rows, routing_rows, routing_rows.argument.dtype)]
-    pieces, blocks = counted.token_pieces(vector)
+    launches = [_positions_launch(counted, shape, rows[2])]
+    copies = counted.copies(vector, processors)
     if not deterministic and tokens and choices:
         # The launch before, over no tokens, has set the counts to zero.
         launches.append(_documented_launch(sizes, request))
         workspace = (max(workspace[0], 4 * tokens), 0, 16, workspace[3])
     cleared = sizes.cleared_parts(vector) if request.operands[_INPUTS] is None else ClearedParts(0, 0)
+    _pieces, blocks, _threads = copies
     if blocks or cleared.parts:
-        launches.append(_copy_launch(counted, source_rows, vector, pieces, blocks, cleared))
+        launches.append(_copy_launch(counted, rows, vector, copies, cleared))
     if request.validate:
         codes = TYPE_CODES[source.dtype], TYPE_CODES[routing.dtype]
         launches.append(finite_check_launch(_INPUTS, codes[0], experts, capacity, columns, _COUNTS))
@@ -552,8 +558,8 @@ def _answer_combine(request: Request) -> Answer:
         *(Number(number, "i4") for number in (columns, renormalize, *pieces)),
         Errors(),
     )
-    grid = (pieces.blocks(tokens, COMBINE_BLOCK), 1)
-    launches = [Launch(_combine_kernel(vector, dtype), grid, COMBINE_BLOCK, bare(arguments))]
+    blocks, threads = pieces.blocks(tokens, COMBINE_BLOCK, multiprocessors(request.device))
+    launches = [Launch(_combine_kernel(vector, dtype), (blocks, 1), threads, bare(arguments))]
     if request.validate:
         launches.append(finite_check_launch(_OUT, dtype, 1, tokens, columns))
     return Answer(launches, [result])
@@ -571,30 +577,24 @@ _COMBINE_OPERATION = Operation(
 def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     """Every kernel that the functions can launch, with their argument types."""
     floats, integers = ("f4", "f2"), ("i4", "i8")
+    place = ("i8", "i8", "i8")
     for index in integers:
-        for weight in floats:
-            place = ("i8", "i8", "i8")
-            operands = (f"{index}*", *place, f"{weight}*", *place)
-            outputs = ("i4*", "i4*", f"{weight}*", "i4*", "i4*")
-            for staged in (True, False):
-                types = (*operands, *("i4",) * 6, *outputs, "i4*", "i4*", "i4*", "i8*", "i8:1C")
-                yield _positions_kernel(staged), types
-    for dtype, widest in (("f4", 4), ("f2", 8)):
+        for staged in (True, False):
+            outputs = ("i4*", "i4*", "i4*", "i4*")
+            workspace = ("i4*", "i4*", "i4*", "i8*")
+            yield _positions_kernel(staged), (f"{index}*", *place, *("i4",) * 6, *outputs, *workspace, "i8:1C")
+    for (dtype, widest), index, weight in itertools.product((("f4", 4), ("f2", 8)), integers, floats):
         for vector in (widest, 1):
-            source = (f"{dtype}*", "i8", "i8", "i8")
-            sizes = ("i4", "i4", "i8", *("i4",) * 5, "i8")
-            yield _copy_kernel(vector, dtype), (*source, "i4*", "i4*", f"{dtype}*", *sizes, "i8:1C")
-            for index in integers:
-                for weight in floats:
-                    operands = (f"{dtype}*", *("i8",) * 4, f"{index}*", *("i8",) * 4, f"{weight}*", *("i8",) * 3)
-                    sizes = ("i4", "i4", "i8", "i8", *("i4",) * 4)
-                    yield _combine_kernel(vector, dtype), (*operands, f"{dtype}*", *sizes, "i8:1C")
-        for index in integers:
-            for weight in floats:
-                outputs = (f"{dtype}:3C", "i4:3C", "i4:1C")
-                arrays = (f"{dtype}:2A", *outputs, f"{weight}:2A", f"{index}:2A")
-                more = (f"{weight}:2C", "i4:1C", "i4:1C", "i4:1C", "i8:1C", "i8:1C")
-                yield _documented(), (*arrays, *("i8",) * 5, *more)
+            operands = (f"{dtype}*", *place, f"{index}*", *place, f"{weight}*", *place)
+            outputs = ("i4*", "i4*", f"{weight}*", f"{dtype}*")
+            sizes = ("i4", "i4", "i4", "i8", *("i4",) * 5, "i8")
+            yield _copy_kernel(vector, dtype), (*operands, *outputs, *sizes, "i8:1C")
+            operands = (f"{dtype}*", "i8", *place, f"{index}*", "i8", *place, f"{weight}*", *place)
+            sizes = ("i4", "i4", "i8", "i8", *("i4",) * 4)
+            yield _combine_kernel(vector, dtype), (*operands, f"{dtype}*", *sizes, "i8:1C")
+        arrays = (f"{dtype}:2A", f"{dtype}:3C", "i4:3C", "i4:1C", f"{weight}:2A", f"{index}:2A")
+        more = (f"{weight}:2C", "i4:1C", "i4:1C", "i4:1C", "i8:1C", "i8:1C")
+        yield _documented(), (*arrays, *("i8",) * 5, *more)
 
 
 # --- bytes, flops, plan -------------------------------------------------------------------------------------------
@@ -651,12 +651,12 @@ def plan(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
         LaunchPlan("moe_positions_kernel", (shape.blocks,), shape.threads, shape.shared_bytes, group=shape.blocks)
     ]
     vector = _vector(columns, itemsize)
-    _pieces, blocks = sizes.token_pieces(vector)
-    grid = blocks + experts * sizes.cleared_parts(vector).parts
-    if grid:
-        launches.append(LaunchPlan("moe_copy_kernel", (grid,), COPY_BLOCK, 0))
-    blocks_of, threads, shared_bytes = _documented_geometry(tokens, choices, columns)
-    documented = LaunchPlan(f"{_DISPATCH}_kernel", blocks_of[:1], threads, shared_bytes)
+    _pieces, blocks, threads = sizes.copies(vector, processors)
+    blocks += experts * sizes.cleared_parts(vector).parts
+    if blocks:
+        launches.append(LaunchPlan("moe_copy_kernel", (blocks,), threads, 0))
+    grid, threads, shared_bytes = _documented_geometry(tokens, choices, columns)
+    documented = LaunchPlan(f"{_DISPATCH}_kernel", grid[:1], threads, shared_bytes)
     return Plan(
         _DISPATCH,
         documented,
@@ -669,12 +669,13 @@ def plan(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
 
 def plan_combine(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
     """The launch of `sparse_moe_combine` for contiguous, aligned arrays."""
-    sizes, itemsize, _processors = _planned_sizes(_COMBINE, dims)
+    sizes, itemsize, processors = _planned_sizes(_COMBINE, dims)
     tokens, choices, _experts, _capacity, columns = sizes
     launches = []
     if tokens and columns:
-        blocks = RowPieces.of(columns, _vector(columns, itemsize), COMBINE_DEPTH).blocks(tokens, COMBINE_BLOCK)
-        launches.append(LaunchPlan("moe_combine_kernel", (blocks,), COMBINE_BLOCK, 0))
+        pieces = RowPieces.of(columns, _vector(columns, itemsize), COMBINE_DEPTH)
+        blocks, threads = pieces.blocks(tokens, COMBINE_BLOCK, processors)
+        launches.append(LaunchPlan("moe_combine_kernel", (blocks,), threads, 0))
     output = tokens * columns * itemsize
     moved = bytes_combined(tokens, columns, choices, itemsize)
     return Plan(_COMBINE, None, moved - output, output, 0, launches)

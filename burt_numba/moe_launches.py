@@ -8,6 +8,8 @@ from burt_numba.target import COUNTER_STRIDE, most_shared_bytes
 
 POSITIONS_BLOCK = 1024
 """Threads of a block that gives out rows, at most."""
+UNSTAGED_BLOCK = 512
+"""Where counts are in the workspace, which takes registers."""
 _ONE_BLOCK = 4096
 """Choices up to which one block is faster than several that meet."""
 _MOST_AREA = 1 << 24
@@ -71,7 +73,7 @@ def positions_shape(
     most = most_shared_bytes(capability) - _STATIC_BYTES
     staged = 4 * (warps + 2) * experts <= most
     if not staged:
-        warps = min(warps, max(_MOST_AREA // experts - 2, 1))
+        warps = min(warps, UNSTAGED_BLOCK // 32, max(_MOST_AREA // experts - 2, 1))
         blocks = min(blocks, max(_MOST_AREA // ((warps + 2) * experts), 1))
         staged = 4 * (warps + 2) * experts <= most
     warps_in_all = warps * blocks
@@ -101,11 +103,15 @@ class RowPieces(NamedTuple):
     def of(cls, columns: int, vector: int, depth: int) -> RowPieces:
         vectors = -(-columns // vector)
         shift = min(max(-(-vectors // depth) - 1, 0).bit_length(), 5)
-        return cls(shift, -(-vectors // (depth << shift)))
+        return cls(shift, max(-(-vectors // (depth << shift)), 1))
 
-    def blocks(self, rows: int, threads: int) -> int:
-        """Blocks for the groups of all rows."""
-        return -(-((rows * self.pieces) << self.lanes_shift) // threads)
+    def blocks(self, rows: int, most_threads: int, multiprocessors: int) -> tuple[int, int]:
+        """(blocks for the groups of all rows, their threads): small blocks where larger ones would not fill the device."""
+        lanes = (rows * self.pieces) << self.lanes_shift
+        threads = most_threads
+        while threads > 32 and 0 < lanes < threads * multiprocessors:
+            threads //= 2
+        return -(-lanes // threads), threads
 
 
 class ClearedParts(NamedTuple):

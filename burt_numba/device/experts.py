@@ -16,12 +16,12 @@ _ZERO = np.float32(0.0)
 
 
 @cuda.jit(device=True)
-def chosen_expert(indices, offset, stride, choice, experts):
+def chosen_expert(index, indices, offset, stride, choice, experts):
     """The expert that takes a token for one of its choices, which start at ``offset`` and lie ``stride`` apart.
 
-    SKIPPED where the choice is padding or names the expert of an earlier one, OUT_OF_RANGE where it names none.
+    ``index`` is what this choice names. SKIPPED where that is padding or the expert of an earlier choice, OUT_OF_RANGE
+    where there is no such expert.
     """
-    index = np.int64(indices[offset + choice * stride])
     if index < 0 or index >= experts:
         return SKIPPED if index == _PADDING else OUT_OF_RANGE
     repeated = False

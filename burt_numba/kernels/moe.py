@@ -81,7 +81,8 @@ def sparse_moe_dispatch_kernel(
         found = np.int32(0)
         placed = np.int32(0)
         for choice in range(thread, top_k, threads):
-            expert = chosen_expert(top_k_indices[token], 0, 1, choice, num_experts)
+            index = np.int64(top_k_indices[token, choice])
+            expert = chosen_expert(index, top_k_indices[token], 0, 1, choice, num_experts)
             position = _NONE
             if expert == OUT_OF_RANGE:
                 record_event(errors, DIM_MISMATCH, 1, np.int64(token) * top_k + choice)

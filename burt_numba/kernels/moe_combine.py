@@ -12,13 +12,13 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.device.arguments import array_at
-from burt_numba.device.events import DIM_MISMATCH, INF_INPUT, NAN_INPUT, record_event, rolled
+from burt_numba.device.events import DIM_MISMATCH, record_bad_elements, record_event
 from burt_numba.device.experts import OUT_OF_RANGE, SKIPPED, finite_weight
-from burt_numba.device.numeric import FLOAT32_MAX, whole_quotient
+from burt_numba.device.numeric import FLOAT32_MAX, opaque, whole_quotient
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
-from burt_numba.device.vector import load_vector, set_element, store_vector, unpack_vectors
+from burt_numba.device.vector import load_vector, store_vector, unpack_vectors
 from burt_numba.device.warp import any_lane, group_mask
-from burt_numba.moe_launches import COMBINE_BLOCK, COMBINE_DEPTH, COMBINE_ROWS
+from burt_numba.moe_launches import COMBINE_DEPTH, COMBINE_ROWS
 
 _ZERO = np.float32(0.0)
 _HALF_MAX = np.float32(65519.996)
@@ -26,10 +26,10 @@ _HALF_MAX = np.float32(65519.996)
 
 
 @cuda.jit(device=True)
-def _row_of(indices, indices_place, token, choice, experts, capacity):
+def _row_of(indices, place, choice, experts, capacity):
     """(expert, position) of a choice; SKIPPED where it was not placed, OUT_OF_RANGE where there is no such row."""
-    origin, token_stride, choice_stride, pair_stride = indices_place
-    offset = origin + token * token_stride + choice * choice_stride
+    start, choice_stride, pair_stride = place
+    offset = start + choice * choice_stride
     expert = np.int64(indices[offset])
     position = np.int64(indices[offset + pair_stride])
     if expert >= 0 and expert < experts and position >= 0 and position < capacity:
@@ -38,44 +38,26 @@ def _row_of(indices, indices_place, token, choice, experts, capacity):
 
 
 @cuda.jit(device=True)
-def _weight_of(weights, weights_place, token, choice):
-    origin, token_stride, choice_stride = weights_place
-    return np.float32(weights[origin + token * token_stride + choice * choice_stride])
-
-
-@cuda.jit(device=True)
-def _sum_of_weights(entries, token, choices, experts, capacity):
+def _sum_of_weights(indices, place, weights, weights_start, weights_stride, choices, experts, capacity):
     """Over the placed choices of a token."""
-    indices, indices_place, weights, weights_place = entries
     total = _ZERO
     for choice in range(choices):
-        expert, _position = _row_of(indices, indices_place, token, choice, experts, capacity)
+        expert, _position = _row_of(indices, place, choice, experts, capacity)
         if expert >= 0:
-            total += finite_or_zero(_weight_of(weights, weights_place, token, choice))
+            total += finite_or_zero(np.float32(weights[weights_start + choice * weights_stride]))
     return total
 
 
 @cuda.jit(device=True)
-def _share(weight, total, renormalize):
-    """A weight, in proportion to the sum of the token's where they are renormalised."""
-    weight = finite_or_zero(weight)
-    if renormalize:
-        weight = weight / total if total != _ZERO else _ZERO
-    return weight
-
-
-@cuda.jit(device=True)
-def _report_entries(entries, token, choices, experts, capacity, errors):
+def _report_entries(indices, place, weights, weights_start, weights_stride, token, choices, experts, capacity, errors):
     """One thread reports the entries of a token that name no row, and the weights that are not finite."""
-    indices, indices_place, weights, weights_place = entries
     for choice in range(choices):
-        expert, _position = _row_of(indices, indices_place, token, choice, experts, capacity)
+        expert, _position = _row_of(indices, place, choice, experts, capacity)
         flat = token * choices + choice
         if expert == OUT_OF_RANGE:
             record_event(errors, DIM_MISMATCH, 1, flat)
-        if expert >= 0:
-            origin, token_stride, choice_stride = weights_place
-            finite_weight(weights, origin + token * token_stride + choice * choice_stride, flat, errors)
+        elif expert >= 0:
+            finite_weight(weights, weights_start + choice * weights_stride, flat, errors)
 
 
 @cache
@@ -88,36 +70,10 @@ def combine_kernel(vector: int, half: int):
     limit = _HALF_MAX if half else FLOAT32_MAX
 
     @cuda.jit(device=True)
-    def add_slowly(
-        source, source_place, entries, out, token, choices, experts, capacity, columns, first, lanes, total,
-        renormalize, errors, mask,
-    ):  # fmt: skip
-        """What a group of lanes does where sums are not finite: look at each element, and add up those that are."""
-        origin, expert_stride, row_stride, column_stride = source_place
-        indices, indices_place, weights, weights_place = entries
-        step_columns = np.int64(lanes * vector)
-        last = min(first - cuda.laneid % lanes * vector + COMBINE_DEPTH * step_columns, np.int64(columns))
-        for choice in range(choices):
-            expert, position = _row_of(indices, indices_place, token, choice, experts, capacity)
-            if expert >= 0:
-                report_not_finite(
-                    source, origin + expert * expert_stride + position * row_stride, column_stride, first, vector, last,
-                    step_columns, (expert * capacity + position) * columns, errors, lanes, mask,
-                )  # fmt: skip
-        for start in range(first, last, step_columns):
-            for column in range(start, start + rolled(vector, errors)):
-                result = _ZERO
-                for choice in range(choices):
-                    expert, position = _row_of(indices, indices_place, token, choice, experts, capacity)
-                    if expert >= 0:
-                        place = origin + expert * expert_stride + position * row_stride + column * column_stride
-                        weight = _share(_weight_of(weights, weights_place, token, choice), total, renormalize)
-                        result += weight * finite_or_zero(np.float32(source[place]))
-                flat = token * columns + column
-                if not (abs(result) <= limit):
-                    record_event(errors, NAN_INPUT if result != result else INF_INPUT, 1, flat)
-                    result = _ZERO
-                set_element(out, flat, result)
+    def flat_place(bits, flat, step_columns):
+        """Where in the result the lowest of the elements is that a lane's bits name."""
+        element = max(cuda.ffs(bits) - 1, 0)
+        return flat + element // vector * step_columns + element % vector
 
     @cuda.jit
     def moe_combine_kernel(
@@ -151,65 +107,106 @@ def combine_kernel(vector: int, half: int):
         shares = cuda.local.array(COMBINE_ROWS, np.float32)
         sums = cuda.local.array(elements, np.float32)
         source = array_at(expert_outputs)
-        out = array_at(out)
-        indices_place = (indices_origin, indices_token_stride, indices_choice_stride, pair_stride)
-        weights_place = (weights_origin, weights_token_stride, weights_choice_stride)
         indices = array_at(dispatch_indices)
         weights = array_at(combine_weights)
-        entries = (indices, indices_place, weights, weights_place)
-        lanes = np.int32(1) << lanes_shift
+        lanes = np.int32(np.int32(1) << lanes_shift)
         lane = np.int32(cuda.laneid & (lanes - 1))
-        group = np.int32((np.int64(cuda.blockIdx.x) * COMBINE_BLOCK + cuda.threadIdx.x) >> lanes_shift)
-        token = np.int64(whole_quotient(group, pieces))
+        group = np.int32((np.int64(cuda.blockIdx.x) * cuda.blockDim.x + cuda.threadIdx.x) >> lanes_shift)
+        token = whole_quotient(group, pieces)
         piece = np.int32(group - token * pieces)
-        step_columns = lanes * vector
-        first = np.int64(piece) * COMBINE_DEPTH * step_columns + lane * vector
+        step_columns = np.int32(lanes * vector)
+        first = np.int32(piece * COMBINE_DEPTH * step_columns + lane * vector)
+        left = np.int32(columns - first)
+        if vector > 1:
+            column_stride = np.int64(1)
+        place = (indices_origin + token * indices_token_stride, indices_choice_stride, pair_stride)
+        weights_start = weights_origin + token * weights_token_stride
         if token < tokens:
             for element in range(elements):
                 sums[element] = _ZERO
             total = _ZERO
             if renormalize:
-                total = _sum_of_weights(entries, token, choices, experts, capacity)
-            is_odd = False
+                total = _sum_of_weights(
+                    indices, place, weights, weights_start, weights_choice_stride, choices, experts, capacity
+                )
+            bad = False
+            bad_entries = False
             for start in range(0, choices, COMBINE_ROWS):
                 for row in range(COMBINE_ROWS):
                     shares[row] = _ZERO
                     for word in range(row * elements, (row + 1) * elements):
                         words[word] = np.uint32(0)
                     if start + row < choices:
-                        expert, position = _row_of(indices, indices_place, token, start + row, experts, capacity)
+                        expert, position = _row_of(indices, place, start + row, experts, capacity)
                         if expert == OUT_OF_RANGE:
-                            is_odd = True
+                            bad_entries = True
                         if expert >= 0:
-                            weight = _weight_of(weights, weights_place, token, start + row)
+                            weight = np.float32(weights[weights_start + (start + row) * weights_choice_stride])
                             if not_finite(weight):
-                                is_odd = True
-                            shares[row] = _share(weight, total, renormalize)
+                                bad_entries = True
+                                weight = _ZERO
+                            if renormalize:
+                                weight = weight / total if total != _ZERO else _ZERO
+                            shares[row] = weight
                             offset = source_origin + expert * expert_stride + position * row_stride
+                            offset += first * column_stride
                             for step in range(COMBINE_DEPTH):
-                                column = first + step * step_columns
-                                if column < columns:
-                                    load(source, offset + column * column_stride, words, row * elements + step * vector)
+                                if np.int32(step * step_columns) < left:
+                                    load(
+                                        source,
+                                        offset + np.int64(step * step_columns) * column_stride,
+                                        words,
+                                        row * elements + step * vector,
+                                    )
                 unpack(source, words, values)
                 for row in range(COMBINE_ROWS):
                     for element in range(elements):
-                        sums[element] += shares[row] * values[row * elements + element]
-            is_bad = False
+                        value = values[row * elements + element]
+                        if not_finite(value):
+                            bad = True
+                        sums[element] += shares[row] * finite_or_zero(value)
+            nans = np.int32(0)
+            infinities = np.int32(0)
             for element in range(elements):
                 if not (abs(sums[element]) <= limit):
-                    is_bad = True
+                    if sums[element] == sums[element]:
+                        infinities |= np.int32(1 << element)
+                    else:
+                        nans |= np.int32(1 << element)
+                    sums[element] = _ZERO
+            flat = np.int64(token) * columns + first
+            result = array_at(out)
+            for step in range(COMBINE_DEPTH):
+                if np.int32(step * step_columns) < left:
+                    store(result, flat + step * step_columns, sums, step * vector)
+
             mask = group_mask(lanes)
-            if any_lane(is_bad, mask):
-                add_slowly(
-                    source, (source_origin, expert_stride, row_stride, column_stride), entries, out, token, choices,
-                    experts, capacity, columns, first, lanes, total, renormalize, errors, mask,
+            if any_lane(nans | infinities != 0, mask):
+                record_bad_elements(
+                    errors,
+                    np.int32(cuda.popc(nans)),
+                    np.int32(cuda.popc(infinities)),
+                    flat_place(nans, flat, step_columns),
+                    flat_place(infinities, flat, step_columns),
+                    lanes,
+                    mask,
+                )
+            if any_lane(bad, mask):
+                first = np.int64(opaque(first))
+                last = min(first - lane * vector + COMBINE_DEPTH * np.int64(step_columns), np.int64(columns))
+                for choice in range(choices):
+                    expert, position = _row_of(indices, place, choice, experts, capacity)
+                    if expert >= 0:
+                        offset = source_origin + expert * expert_stride + position * row_stride
+                        flat = (expert * capacity + position) * columns
+                        report_not_finite(
+                            source, offset, column_stride, first, vector, last, np.int64(step_columns), flat, errors,
+                            lanes, mask,
+                        )  # fmt: skip
+            if bad_entries and lane == 0 and piece == 0:
+                _report_entries(
+                    indices, place, weights, weights_start, weights_choice_stride, token, choices, experts, capacity,
+                    errors,
                 )  # fmt: skip
-            else:
-                for step in range(COMBINE_DEPTH):
-                    column = first + step * step_columns
-                    if column < columns:
-                        store(out, token * columns + column, sums, step * vector)
-            if is_odd and lane == 0 and piece == 0:
-                _report_entries(entries, token, choices, experts, capacity, errors)
 
     return moe_combine_kernel

@@ -1,4 +1,4 @@
-"""The kernel that copies tokens to the rows they were given, and clears the rows that nobody got.
+"""The kernel that copies tokens to the rows they were given, with their weights, and clears the rows that nobody got.
 
 block b < copy_blocks   groups of lanes, each with a piece of a token (moe_launches.RowPieces): read once, stored to
                         every row of the token
@@ -13,13 +13,58 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.device.arguments import array_at
-from burt_numba.device.experts import finite_word
+from burt_numba.device.experts import finite_weight, finite_word
 from burt_numba.device.launch_order import wait_for_previous
 from burt_numba.device.numeric import opaque, whole_quotient
-from burt_numba.device.rows import report_not_finite
-from burt_numba.device.vector import element_at, load_vector, store_words
+from burt_numba.device.rows import not_finite, report_not_finite
+from burt_numba.device.vector import element_at, load_vector, set_element, store_words
 from burt_numba.device.warp import any_lane, group_mask
-from burt_numba.moe_launches import COPY_BLOCK, COPY_DEPTH
+from burt_numba.moe_launches import COPY_DEPTH
+
+_ZERO = np.float32(0.0)
+_NOWHERE = np.int64(1 << 62)
+
+
+@cuda.jit(device=True)
+def _weight_place(indices, index_place, weight_place, token, choice, experts):
+    """(expert that a choice names, where its weight lies); a choice that names none has no weight."""
+    origin, stride, choice_stride = index_place
+    index = np.int64(indices[origin + token * stride + choice * choice_stride])
+    origin, stride, expert_stride = weight_place
+    return index, origin + token * stride + index * expert_stride if index >= 0 and index < experts else _NOWHERE
+
+
+@cuda.jit(device=True)
+def _guess_weights(
+    combine_weights, indices, index_place, weights, weight_place, token, choices, experts, lane, lanes
+):  # fmt: skip
+    """The weights of a token's choices, as if all had been placed; says whether one is not finite."""
+    bad = False
+    for choice in range(lane, choices, lanes):
+        _index, place = _weight_place(indices, index_place, weight_place, token, choice, experts)
+        weight = _ZERO
+        if place != _NOWHERE:
+            weight = np.float32(weights[place])
+            if not_finite(weight):
+                bad = True
+                weight = _ZERO
+        set_element(combine_weights, np.int64(token) * choices + choice, weight)
+    return bad
+
+
+@cuda.jit(device=True)
+def _settle_weights(
+    combine_weights, dispatch_indices, indices, index_place, weights, weight_place, token, choices, experts, lane,
+    lanes, bad, errors,
+):  # fmt: skip
+    """Take back the weights of choices that were not placed, and report those of the others that are not finite."""
+    for choice in range(lane, choices, lanes):
+        flat = np.int64(token) * choices + choice
+        if element_at(dispatch_indices, 2 * flat) < 0:
+            set_element(combine_weights, flat, _ZERO)
+        elif bad:
+            index, place = _weight_place(indices, index_place, weight_place, token, choice, experts)
+            finite_weight(weights, place, np.int64(token) * experts + index, errors)
 
 
 @cache
@@ -31,46 +76,30 @@ def copy_kernel(vector: int, half: int):
     finite = finite_word(half)
 
     @cuda.jit(device=True)
-    def copy_piece(
-        tokens, origin, token_stride, column_stride, dispatch_indices, expert_inputs, token, choices, capacity, columns,
-        first, lanes, words, errors,
-    ):  # fmt: skip
-        """A group of lanes copies columns of a token: each lane its own, ``first`` and every so many on."""
-        step_columns = lanes * vector
-        offset = origin + np.int64(token) * token_stride
+    def load_piece(tokens, source, column_stride, step_columns, left, words):
+        """Columns of a token, every ``step_columns`` from ``source`` on, as far as some are ``left``."""
         for step in range(COPY_DEPTH):
-            column = first + step * step_columns
-            if column < columns:
-                load(tokens, offset + column * column_stride, words, step * vector)
-        # The token is an input, which no earlier launch of the call writes.
-        wait_for_previous()
+            if np.int32(step * step_columns) < left:
+                load(tokens, source + np.int64(step * step_columns) * column_stride, words, step * vector)
+
+    @cuda.jit(device=True)
+    def store_piece(expert_inputs, row, step_columns, left, words):
+        for step in range(COPY_DEPTH):
+            if np.int32(step * step_columns) < left:
+                store(expert_inputs, row + step * step_columns, words, step * vector)
+
+    @cuda.jit(device=True)
+    def clean_piece(step_columns, left, words):
+        """What is not finite becomes 0; says whether something was not."""
         bad = False
         for step in range(COPY_DEPTH):
-            if first + step * step_columns < columns:
+            if np.int32(step * step_columns) < left:
                 for word in range(step * vector, step * vector + words_each):
                     cleaned = finite(words[word])
                     if cleaned != words[word]:
                         bad = True
                     words[word] = cleaned
-        is_placed = False
-        place = np.int64(token) * choices * 2
-        for choice in range(choices):
-            expert = element_at(dispatch_indices, place + 2 * choice)
-            position = element_at(dispatch_indices, place + 2 * choice + 1)
-            if expert >= 0:
-                is_placed = True
-                row = (np.int64(expert) * capacity + position) * columns + first
-                for step in range(COPY_DEPTH):
-                    if first + step * step_columns < columns:
-                        store(expert_inputs, row + step * step_columns, words, step * vector)
-        mask = group_mask(lanes)
-        if is_placed and any_lane(bad, mask):
-            first, token = opaque(first), opaque(token)
-            last = np.int64(min(first - cuda.laneid % lanes * vector + COPY_DEPTH * step_columns, columns))
-            report_not_finite(
-                tokens, origin + np.int64(token) * token_stride, column_stride, np.int64(first), vector, last,
-                np.int64(step_columns), np.int64(token) * columns, errors, lanes, mask,
-            )  # fmt: skip
+        return bad
 
     @cuda.jit(device=True)
     def clear_part(expert_inputs, expert_counts, expert, part, part_elements, capacity, columns, words):
@@ -80,7 +109,7 @@ def copy_kernel(vector: int, half: int):
         last = min((np.int64(part) + 1) * part_elements, capacity * columns)
         for word in range(words_each):
             words[word] = np.uint32(0)
-        for element in range(first + np.int64(cuda.threadIdx.x) * vector, last, np.int64(COPY_BLOCK * vector)):
+        for element in range(first + np.int64(cuda.threadIdx.x) * vector, last, np.int64(cuda.blockDim.x) * vector):
             store(expert_inputs, start + element, words, 0)
 
     @cuda.jit
@@ -89,11 +118,21 @@ def copy_kernel(vector: int, half: int):
         origin,
         token_stride,
         column_stride,
+        top_k_indices,
+        index_origin,
+        index_stride,
+        index_choice_stride,
+        routing_weights,
+        weight_origin,
+        weight_stride,
+        weight_expert_stride,
         dispatch_indices,
         expert_counts,
+        combine_weights,
         expert_inputs,
         num_tokens,
         choices,
+        experts,
         capacity,
         columns,
         lanes_shift,
@@ -107,18 +146,56 @@ def copy_kernel(vector: int, half: int):
         tokens = array_at(tokens)
         dispatch_indices = array_at(dispatch_indices)
         expert_inputs = array_at(expert_inputs)
+        indices = array_at(top_k_indices)
+        weights = array_at(routing_weights)
+        weights_out = array_at(combine_weights)
+        index_place = (index_origin, index_stride, index_choice_stride)
+        weight_place = (weight_origin, weight_stride, weight_expert_stride)
         block = np.int32(cuda.blockIdx.x)
         lanes = np.int32(1) << lanes_shift
         if block < copy_blocks:
-            group = np.int32((np.int64(block) * COPY_BLOCK + cuda.threadIdx.x) >> lanes_shift)
+            group = np.int32((np.int64(block) * cuda.blockDim.x + cuda.threadIdx.x) >> lanes_shift)
             token = whole_quotient(group, pieces)
             piece = np.int32(group - token * pieces)
-            first = np.int32((piece * COPY_DEPTH * lanes + (cuda.laneid & (lanes - 1))) * vector)
+            lane = np.int32(cuda.laneid & (lanes - 1))
+            first = np.int32((piece * COPY_DEPTH * lanes + lane) * vector)
             if token < num_tokens:
-                copy_piece(
-                    tokens, origin, token_stride, column_stride, dispatch_indices, expert_inputs, token, choices,
-                    capacity, columns, first, lanes, words, errors,
-                )  # fmt: skip
+                step_columns = np.int32(lanes * vector)
+                left = np.int32(columns - first)
+                if vector > 1:
+                    column_stride = np.int64(1)
+                offset = origin + np.int64(token) * token_stride
+                # Inputs of the call, which no launch still writes, are read before rows have been given out.
+                load_piece(tokens, offset + first * column_stride, column_stride, step_columns, left, words)
+                bad_weights = False
+                if piece == 0:
+                    bad_weights = _guess_weights(
+                        weights_out, indices, index_place, weights, weight_place, token, choices, experts, lane, lanes
+                    )
+                wait_for_previous()  # rows have been given out
+                bad = clean_piece(step_columns, left, words)
+                is_placed = False
+                place = np.int64(token) * choices * 2
+                for choice in range(choices):
+                    expert = element_at(dispatch_indices, place + 2 * choice)
+                    position = element_at(dispatch_indices, place + 2 * choice + 1)
+                    if expert >= 0:
+                        is_placed = True
+                        row = (np.int64(expert) * capacity + position) * columns + first
+                        store_piece(expert_inputs, row, step_columns, left, words)
+                if piece == 0:
+                    _settle_weights(
+                        weights_out, dispatch_indices, indices, index_place, weights, weight_place, token, choices,
+                        experts, lane, lanes, bad_weights, errors,
+                    )  # fmt: skip
+                mask = group_mask(lanes)
+                if is_placed and any_lane(bad, mask):
+                    first, token = opaque(first), opaque(token)
+                    last = np.int64(min(first - lane * vector + COPY_DEPTH * step_columns, columns))
+                    report_not_finite(
+                        tokens, offset, column_stride, np.int64(first), vector, last, np.int64(step_columns),
+                        np.int64(token) * columns, errors, lanes, mask,
+                    )  # fmt: skip
         else:
             wait_for_previous()
             cleared = np.int32(block - copy_blocks)

@@ -21,7 +21,7 @@ from burt_numba.backend import cuda
 from burt_numba.device.arguments import array_at
 from burt_numba.device.coherence import group_barrier
 from burt_numba.device.events import CAPACITY_FULL, DIM_MISMATCH, record_event, rolled
-from burt_numba.device.experts import OUT_OF_RANGE, SKIPPED, chosen_expert, finite_weight, first_choice
+from burt_numba.device.experts import OUT_OF_RANGE, SKIPPED, chosen_expert, first_choice
 from burt_numba.device.launch_order import let_next_begin
 from burt_numba.device.numeric import whole_quotient
 from burt_numba.device.vector import element_at, set_element
@@ -41,14 +41,23 @@ _ROWS_AHEAD = 8
 """Counts of other blocks that a thread has in flight."""
 _WARPS_AHEAD = 8
 _NONE = np.int32(-1)
-_ZERO = np.float32(0.0)
 
 
 @cuda.jit(device=True)
-def _write_choice(place, dispatch_indices, combine_weights, expert, position, weight):
-    set_element(dispatch_indices, 2 * place, np.int32(expert))
-    set_element(dispatch_indices, 2 * place + 1, np.int32(position))
-    set_element(combine_weights, place, weight)
+def _set_row(dispatch_indices, place, expert, position):
+    set_element(dispatch_indices, 2 * place, expert)
+    set_element(dispatch_indices, 2 * place + 1, position)
+
+
+@cuda.jit(device=True)
+def _read_choice(indices, index_place, number, last, tokens):
+    """(token, choice, what it names) of a choice by its number in the order of choices; padding from ``last`` on."""
+    origin, stride, choice_stride = index_place
+    if number >= last:
+        return np.int32(0), np.int32(0), np.int64(SKIPPED)
+    choice = whole_quotient(number, tokens)
+    token = np.int32(number - choice * tokens)
+    return token, choice, np.int64(indices[origin + token * stride + choice * choice_stride])
 
 
 @cuda.jit(device=True)
@@ -116,10 +125,6 @@ def positions_kernel(staged: int):
         index_origin,
         index_stride,
         index_choice_stride,
-        routing_weights,
-        weight_origin,
-        weight_stride,
-        weight_expert_stride,
         tokens,
         choices,
         experts,
@@ -128,7 +133,6 @@ def positions_kernel(staged: int):
         warp_tokens,
         dispatch_indices,
         expert_counts,
-        combine_weights,
         num_dropped,
         num_overflowed,
         block_counts,
@@ -142,10 +146,8 @@ def positions_kernel(staged: int):
         area = cuda.shared.array(0, np.int32)
         let_next_begin()
         top_k_indices = array_at(top_k_indices)
-        routing_weights = array_at(routing_weights)
         dispatch_indices = array_at(dispatch_indices)
         expert_counts = array_at(expert_counts)
-        combine_weights = array_at(combine_weights)
         block_counts = array_at(block_counts)
         found_counts = array_at(found_counts)
         barriers = array_at(barriers)
@@ -172,17 +174,14 @@ def positions_kernel(staged: int):
         first = np.int32(min((np.int64(block) * warps + warp) * warp_choices, np.int64(end)))
         last = np.int32(min(np.int64(first) + warp_choices, np.int64(end)))
         for turn in range(rolled(2, errors)):
+            upcoming = _read_choice(top_k_indices, index_place, np.int32(first + lane), last, tokens)
             for group in range(first, last, 32):
-                number = np.int32(group + lane)
-                token = np.int32(0)
-                choice = np.int32(0)
-                expert = SKIPPED
-                if number < last:
-                    choice = whole_quotient(number, tokens)
-                    token = np.int32(number - choice * tokens)
-                    expert = chosen_expert(
-                        top_k_indices, index_origin + token * index_stride, index_choice_stride, choice, experts
-                    )
+                token, choice, index = upcoming
+                # Under way while this group is counted.
+                upcoming = _read_choice(top_k_indices, index_place, np.int32(group + 32 + lane), last, tokens)
+                expert = chosen_expert(
+                    index, top_k_indices, index_origin + token * index_stride, index_choice_stride, choice, experts
+                )
                 alike = lanes_alike(expert, FULL_MASK)
                 before = np.int32(0)
                 if expert >= 0:
@@ -193,27 +192,20 @@ def positions_kernel(staged: int):
                 sync_warp()  # the counts hold the group
                 if turn == 1:
                     place = np.int64(token) * choices + choice
+                    wrong = expert == OUT_OF_RANGE
+                    if any_lane(wrong, FULL_MASK):
+                        count = count_lanes(lanes_where(wrong, FULL_MASK))
+                        lowest = warp_min(place if wrong else np.int64(end), 32, FULL_MASK)
+                        if lane == 0:
+                            record_event(errors, DIM_MISMATCH, count, lowest)
                     position = _NONE
                     if expert >= 0:
                         position = np.int32(area[before_place + expert] + before + count_lanes_before(alike))
-                    if any_lane(expert == OUT_OF_RANGE, FULL_MASK):
-                        wrong = lanes_where(expert == OUT_OF_RANGE, FULL_MASK)
-                        lowest = warp_min(place if expert == OUT_OF_RANGE else np.int64(end), 32, FULL_MASK)
-                        if lane == 0:
-                            record_event(errors, DIM_MISMATCH, count_lanes(wrong), lowest)
-                    if number < last:
-                        weight = _ZERO
-                        if expert >= 0 and position < capacity:
-                            weight = finite_weight(
-                                routing_weights,
-                                weight_origin + token * weight_stride + expert * weight_expert_stride,
-                                np.int64(token) * experts + expert,
-                                errors,
-                            )
-                        else:
+                        if position >= capacity:
                             expert = SKIPPED
                             position = _NONE
-                        _write_choice(place, dispatch_indices, combine_weights, expert, position, weight)
+                    if group + lane < last:
+                        _set_row(dispatch_indices, place, max(expert, SKIPPED), position)
             if turn == 0:
                 cuda.syncthreads()  # the warps have counted
                 for expert in range(thread, experts, threads):
@@ -254,16 +246,7 @@ def positions_kernel(staged: int):
                     before = np.int32(before + count_lanes(without))
                     if turn == 1 and choice >= 0:
                         if position < capacity:
-                            index_offset = index_origin + token * index_stride + choice * index_choice_stride
-                            expert = np.int64(top_k_indices[index_offset])
-                            weight = finite_weight(
-                                routing_weights,
-                                weight_origin + token * weight_stride + expert * weight_expert_stride,
-                                np.int64(token) * experts + expert,
-                                errors,
-                            )
-                            place = np.int64(token) * choices + choice
-                            _write_choice(place, dispatch_indices, combine_weights, 0, position, weight)
+                            _set_row(dispatch_indices, np.int64(token) * choices + choice, np.int32(0), position)
                         elif position == capacity:
                             # The first that is dropped, on behalf of all.
                             record_event(errors, CAPACITY_FULL, own_rows + found - capacity, token)
