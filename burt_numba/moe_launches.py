@@ -106,7 +106,7 @@ class RowPieces(NamedTuple):
         return cls(shift, max(-(-vectors // (depth << shift)), 1))
 
     def blocks(self, rows: int, most_threads: int, multiprocessors: int) -> tuple[int, int]:
-        """(blocks for the groups of all rows, their threads): small blocks where larger ones would not fill the device."""
+        """(blocks for the groups of all rows, their threads): smaller blocks where large ones leave the device idle."""
         lanes = (rows * self.pieces) << self.lanes_shift
         threads = most_threads
         while threads > 32 and 0 < lanes < threads * multiprocessors:

@@ -67,7 +67,8 @@ if SIMULATED:
     @cache
     def store_words(count: int):
         def store(target, index, words, first):
-            write_elements(target, index, read_elements(words, first, count).view(target.dtype)[:count])
+            used = max(count * target.dtype.itemsize // 4, 1)
+            write_elements(target, index, read_elements(words, first, used).view(target.dtype)[:count])
 
         return store
 

@@ -110,11 +110,11 @@ def sparse_moe_dispatch_kernel(
         cuda.syncthreads()  # the rows have been read
     if last_arrival(counters, _ARRIVED, cuda.gridDim.x, last_flag):
         for expert in range(thread, num_experts, threads):
-            expert_counts[expert] = min(expert_counts[expert], np.int32(expert_capacity))
+            expert_counts[expert] = np.int32(min(np.int64(expert_counts[expert]), np.int64(expert_capacity)))
         cuda.syncthreads()  # no count is above the capacity
         used = expert_counts[0]
         found_tokens = np.int32(counters[_WAITING])
-        overflowed = min(found_tokens, np.int32(expert_capacity - used))
+        overflowed = np.int32(min(np.int64(found_tokens), np.int64(expert_capacity) - used))
         cuda.syncthreads()  # the counts have been read
         for number in range(overflowed):
             token = waiting[number]
