@@ -367,10 +367,13 @@ def with_bad_elements(routing, every=5):
 
 
 @each_order
-@pytest.mark.parametrize("d", [1, 4, 33, 257])
+@pytest.mark.parametrize("d", [1, 4, 8, 33, 40, 256, 257])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_bad_elements(d, dtype, deterministic):
-    check_dispatch(with_bad_elements(random_routing(9, d, 4, 2, dtype=dtype)), 3, deterministic=deterministic)
+@pytest.mark.parametrize("every", [1, 5])
+def test_bad_elements(d, dtype, every, deterministic):
+    """In either half of a word, alone and beside one another."""
+    routing = with_bad_elements(random_routing(9, d, 4, 2, dtype=dtype), every)
+    check_dispatch(routing, 3, deterministic=deterministic)
 
 
 @each_order

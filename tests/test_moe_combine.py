@@ -196,8 +196,9 @@ def test_experts_may_answer_in_another_width():
 
 @each_sum
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_bad_elements_count_as_zero(dtype, renormalize):
-    dispatched = run_dispatch(distinct_routing(9, 33, 4, 3, dtype=dtype))
+@pytest.mark.parametrize("d", [33, 40, 256])
+def test_bad_elements_count_as_zero(d, dtype, renormalize):
+    dispatched = run_dispatch(distinct_routing(9, d, 4, 3, dtype=dtype))
     outputs = outputs_for(dispatched, dtype=dtype)
     expert, position = dispatched.dispatch_indices[4, 1]
     outputs[expert, position, [3, 30]], outputs[0, 0] = (np.nan, -np.inf), np.inf
