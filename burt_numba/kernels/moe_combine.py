@@ -38,14 +38,17 @@ def _row_of(indices, place, choice, experts, capacity):
 
 
 @cuda.jit(device=True)
-def _sum_of_weights(indices, place, weights, weights_start, weights_stride, choices, experts, capacity):
-    """Over the placed choices of a token."""
-    total = _ZERO
+def _normaliser(indices, place, weights, weights_start, weights_stride, choices, experts, capacity):
+    """1 over the sum of the weights of a token's placed choices; 0 where that is 0.
+
+    In float64, since neither a sum of float32 numbers nor its reciprocal need be one.
+    """
+    total = np.float64(0.0)
     for choice in range(choices):
         expert, _position = _row_of(indices, place, choice, experts, capacity)
         if expert >= 0:
-            total += finite_or_zero(np.float32(weights[weights_start + choice * weights_stride]))
-    return total
+            total += np.float64(finite_or_zero(np.float32(weights[weights_start + choice * weights_stride])))
+    return np.float64(1.0) / total if total != 0 else total
 
 
 @cuda.jit(device=True)
@@ -124,9 +127,9 @@ def combine_kernel(vector: int, half: int):
         if token < tokens:
             for element in range(elements):
                 sums[element] = _ZERO
-            total = _ZERO
+            factor = np.float64(1.0)
             if renormalize:
-                total = _sum_of_weights(
+                factor = _normaliser(
                     indices, place, weights, weights_start, weights_choice_stride, choices, experts, capacity
                 )
             bad = False
@@ -146,7 +149,7 @@ def combine_kernel(vector: int, half: int):
                                 bad_entries = True
                                 weight = _ZERO
                             if renormalize:
-                                weight = weight / total if total != _ZERO else _ZERO
+                                weight = np.float32(weight * factor)
                             shares[row] = weight
                             offset = source_origin + expert * expert_stride + position * row_stride
                             offset += first * column_stride
