@@ -46,7 +46,7 @@ from burt_numba.moe_launches import (
     positions_shape,
 )
 from burt_numba.softmax_launches import StridedRows, vector_columns
-from burt_numba.target import COUNTER_STRIDE, DOCUMENTED_THREADS
+from burt_numba.target import COUNTER_STRIDE, DOCUMENTED_MOE_THREADS
 from burt_numba.validation import finite_check_launch
 
 _DISPATCH, _COMBINE = "sparse_moe_dispatch", "sparse_moe_combine"
@@ -300,7 +300,7 @@ def _documented() -> KernelSpec:
 
         return sparse_moe_dispatch_kernel
 
-    return KernelSpec(_DISPATCH, build, (), (DOCUMENTED_THREADS, 1))
+    return KernelSpec(_DISPATCH, build, (), (DOCUMENTED_MOE_THREADS, 1))
 
 
 def _place(rows: StridedRows) -> tuple[Number, ...]:

@@ -19,6 +19,9 @@ DOCUMENTED_THREADS = 1024
 DOCUMENTED_CIFG_THREADS = 256
 """Those of the matrix memory: as many as the documented block has at most. More leave too few registers."""
 
+DOCUMENTED_MOE_THREADS = 512
+"""Those of the mixture of experts: twice as many as the documented block has at most."""
+
 COUNTER_STRIDE = 16
 """int64 cells between the counters of two groups of blocks: one cache line each."""
 

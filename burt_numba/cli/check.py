@@ -45,13 +45,19 @@ _BATCHED_SIZES_GPU = ((32, 256, 256), (5, 500, 12))
 _ONE_MEMORY = ((65, 2), "within")
 _ONE_BATCH = ((35, 8, 0), "shared")
 
+# T, d, E and k.
+_ROUTING_SIZES: tuple[tuple[int, ...], ...] = ((1, 1, 1, 1), (33, 5, 4, 2), (40, 64, 3, 3))
+_ROUTING_SIZES_GPU = ((1024, 512, 4, 2), (5000, 1000, 64, 6), (4096, 7168, 128, 8))
+# The usual capacity, and one at which tokens overflow and are dropped.
+_CAPACITY_VARIANTS: tuple[str, ...] = ("roomy", "tight")
+
 
 @dataclass(frozen=True)
 class Outcome:
     error: float
     """Relative error in norm."""
     bound_held: bool | None
-    """None where the function has no bound."""
+    """None where the function has no bound. Of a dispatch: each choice is in its place, within the capacity."""
     events: int
     """What the function recorded."""
     events_expected: bool
@@ -204,6 +210,63 @@ def _batched_cifg_update(sizes: tuple[int, ...], variant: str, simulated: bool) 
     return _memory("batched_cifg_update", inputs, simulated, shared_memory_mode=shared)
 
 
+def _routing(
+    sizes: tuple[int, ...], dtype: str, variant: str
+) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], int | None]:
+    """(input, routing_weights, top_k_indices) with some padding, and the capacity."""
+    T, d, E, k = sizes
+    rng = np.random.default_rng(d)
+    weights = rng.random((T, E), np.float32)
+    choices = np.argsort(-weights, axis=1)[:, :k].astype(np.int32)
+    choices[rng.random((T, k)) < 0.05] = -1
+    capacity = None if variant == "roomy" else max(T * k // (2 * E), 1)
+    return (rng.standard_normal((T, d)).astype(dtype), weights, choices), capacity
+
+
+def _sparse_moe_dispatch(sizes: tuple[int, ...], dtype: str, variant: str, simulated: bool) -> Outcome:
+    import burt_numba
+    from burt_numba import reference
+
+    arguments, capacity = _routing(sizes, dtype, variant)
+    result, errors, seconds = _timed(burt_numba.sparse_moe_dispatch, simulated, *arguments, capacity)
+    expected = reference.sparse_moe_dispatch(*arguments, capacity)
+    places = (
+        (result.dispatch_indices, expected.dispatch_indices),
+        (result.expert_counts, expected.expert_counts),
+        (result.num_dropped, [expected.num_dropped]),
+        (result.num_overflowed, [expected.num_overflowed]),
+    )
+    return Outcome(
+        error=max(
+            relative_error(result.expert_inputs, expected.expert_inputs),
+            relative_error(result.combine_weights, expected.combine_weights),
+        ),
+        bound_held=all(np.array_equal(found, wanted) for found, wanted in places),
+        events=sum(errors.counts.values()),
+        events_expected=_same_events(errors, expected.counts),
+        seconds=seconds,
+    )
+
+
+def _sparse_moe_combine(sizes: tuple[int, ...], dtype: str, variant: str, simulated: bool) -> Outcome:
+    import burt_numba
+    from burt_numba import reference
+
+    arguments, capacity = _routing(sizes, dtype, variant)
+    dispatch = reference.sparse_moe_dispatch(*arguments, capacity)
+    dispatch = dispatch._replace(combine_weights=dispatch.combine_weights.astype(np.float32))
+    outputs = np.random.default_rng(1).standard_normal(dispatch.expert_inputs.shape).astype(dtype)
+    result, errors, seconds = _timed(burt_numba.sparse_moe_combine, simulated, outputs, dispatch)
+    expected = reference.sparse_moe_combine(outputs, dispatch)
+    return Outcome(
+        error=relative_error(result, expected.output),
+        bound_held=None,
+        events=sum(errors.counts.values()),
+        events_expected=_same_events(errors, expected.counts),
+        seconds=seconds,
+    )
+
+
 def _size(shape: Sequence[int]) -> str:
     return " × ".join(str(length) for length in shape)
 
@@ -237,11 +300,19 @@ def _batched_cifg_update_cases(simulated: bool) -> Iterator[Case]:
         yield Case("batched_cifg_update", f"{_size(size)} {variant}", "float32", compute)
 
 
+def _routing_cases(operation: str, check: Callable[..., Outcome], simulated: bool) -> Iterator[Case]:
+    sizes = _ROUTING_SIZES + (() if simulated else _ROUTING_SIZES_GPU)
+    for size, dtype, variant in itertools.product(sizes, _ERROR_LIMITS, _CAPACITY_VARIANTS):
+        yield Case(operation, f"{_size(size)} {variant}", dtype, partial(check, size, dtype, variant, simulated))
+
+
 _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "constrained_softmax": _constrained_softmax_cases,
     "attention_softmax": _attention_softmax_cases,
     "cifg_update": _cifg_update_cases,
     "batched_cifg_update": _batched_cifg_update_cases,
+    "sparse_moe_dispatch": partial(_routing_cases, "sparse_moe_dispatch", _sparse_moe_dispatch),
+    "sparse_moe_combine": partial(_routing_cases, "sparse_moe_combine", _sparse_moe_combine),
 }
 
 

@@ -15,7 +15,14 @@ from typing import NoReturn
 from burt_numba import __version__
 from burt_numba.cli.errors import UsageError
 
-OPERATIONS = ("constrained_softmax", "attention_softmax", "cifg_update", "batched_cifg_update")
+OPERATIONS = (
+    "constrained_softmax",
+    "attention_softmax",
+    "cifg_update",
+    "batched_cifg_update",
+    "sparse_moe_dispatch",
+    "sparse_moe_combine",
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,6 +75,23 @@ def _run_memory(arguments: argparse.Namespace) -> int:
         power_iterations=arguments.power_iterations,
         shared_memory_mode=getattr(arguments, "shared_memory_mode", None),
     )
+
+
+def _run_dispatch(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_dispatch
+
+    return run_dispatch(
+        arguments.input,
+        arguments.output,
+        expert_capacity=arguments.expert_capacity,
+        deterministic=not arguments.any_order,
+    )
+
+
+def _run_combine(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_combine
+
+    return run_combine(arguments.input, arguments.output, renormalize=arguments.renormalize)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -123,11 +147,25 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "--shared-memory-mode", action="store_true", help="one memory C [d,d], updated by the mean over the samples"
     )
 
+    dispatch = add("sparse_moe_dispatch", "input [T,d], routing_weights [T,E], top_k_indices [T,k]", _run_dispatch)
+    dispatch.add_argument(
+        "--expert-capacity", type=int, default=None, metavar="N", help="rows of each expert, default ceil(2 T k / E)"
+    )
+    dispatch.add_argument(
+        "--any-order", action="store_true", help="rows by atomic counters, in another order each time"
+    )
+    combine = add(
+        "sparse_moe_combine",
+        "expert_outputs [E,capacity,d], and dispatch_indices [T,k,2] and combine_weights [T,k] of a dispatch",
+        _run_combine,
+    )
+    combine.add_argument("--renormalize", action="store_true", help="divide by the sum of a token's weights")
+
 
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="burt-numba",
-        description="Entropy-bounded softmax, attention softmax and gated matrix memories on Numba CUDA.",
+        description="Entropy-bounded softmax, gated matrix memories and mixtures of experts on Numba CUDA.",
     )
     parser.add_argument("--version", action="version", version=f"burt-numba {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -156,7 +194,9 @@ def build_parser() -> argparse.ArgumentParser:
         "Of both: --dtype. "
         "Of cifg_update: --d-model --input-dim (length of [h; x], d + n); of batched_cifg_update: --batch-size and "
         "--shared-memory-mode as well; "
-        "of both: --multiprocessors. Of all: --compute-capability. "
+        "of both: --multiprocessors. "
+        "Of sparse_moe_dispatch and sparse_moe_combine: --batch-size --d-model --num-experts, and --top-k "
+        "--expert-capacity --dtype --multiprocessors. Of all: --compute-capability. "
         "Example: burt-numba plan constrained_softmax --batch-size 32 --num-classes 50000",
     )
     plan.add_argument("operation", choices=OPERATIONS, metavar="OP", help=f"one of: {', '.join(OPERATIONS)}")

@@ -227,3 +227,64 @@ def run_memory(
         ],
     )
     return 0
+
+
+def run_dispatch(source: Path, output: Path, *, expert_capacity: int | None, deterministic: bool) -> int:
+    check_output(output, source)
+    arrays = load(source, "input", required=("routing_weights", "top_k_indices"))
+    tokens, weights = (without_float64(name, arrays[name]) for name in ("input", "routing_weights"))
+
+    driver.choose_target()
+    import burt_numba
+
+    errors = burt_numba.ErrorBuffer()
+    with refusals_of("sparse_moe_dispatch"), progress() as display:
+        display.add_task("sparse_moe_dispatch", total=None)
+        dispatch = burt_numba.sparse_moe_dispatch(
+            tokens, weights, arrays["top_k_indices"], expert_capacity, deterministic=deterministic, errors=errors
+        )
+    save(output, dispatch._asdict())
+
+    experts, capacity = dispatch.expert_inputs.shape[:2]
+    counts = dispatch.expert_counts
+    placed = int(np.count_nonzero(dispatch.dispatch_indices[..., 0] >= 0))
+    pairs(
+        f"sparse_moe_dispatch, {experts} experts of {capacity} rows → {output}",
+        [
+            ("input", f"{tokens.shape} {tokens.dtype}"),
+            ("choices placed", _share(placed, dispatch.combine_weights.size)),
+            ("tokens sent to expert 0 for want of room", _share(int(dispatch.num_overflowed[0]), len(tokens))),
+            ("tokens dropped", _share(int(dispatch.num_dropped[0]), len(tokens))),
+            ("rows of an expert: least, mean, most", f"{counts.min()}, {counts.mean():.1f}, {counts.max()}"),
+            *_event_rows(errors),
+        ],
+    )
+    return 0
+
+
+def run_combine(source: Path, output: Path, *, renormalize: bool) -> int:
+    check_output(output, source)
+    arrays = load(source, "expert_outputs", required=("dispatch_indices", "combine_weights"))
+    outputs, weights = (without_float64(name, arrays[name]) for name in ("expert_outputs", "combine_weights"))
+
+    driver.choose_target()
+    import burt_numba
+
+    dispatch = burt_numba.MoeDispatch(None, arrays["dispatch_indices"], None, weights)
+    errors = burt_numba.ErrorBuffer()
+    with refusals_of("sparse_moe_combine"), progress() as display:
+        display.add_task("sparse_moe_combine", total=None)
+        combined = burt_numba.sparse_moe_combine(outputs, dispatch, renormalize, errors=errors)
+    save(output, {"output": combined})
+
+    without = int(np.count_nonzero((dispatch.dispatch_indices[..., 0] < 0).all(axis=1)))
+    pairs(
+        f"sparse_moe_combine{', weights renormalised' if renormalize else ''} → {output}",
+        [
+            ("expert_outputs", f"{outputs.shape} {outputs.dtype}"),
+            ("tokens of no row", _share(without, len(combined))),
+            ("mean sum of weights", _mean(weights.astype(np.float64).sum(axis=1))),
+            *_event_rows(errors),
+        ],
+    )
+    return 0

@@ -13,7 +13,7 @@ from burt_numba.device.events import CAPACITY_FULL, DIM_MISMATCH, record_event
 from burt_numba.device.experts import OUT_OF_RANGE, chosen_expert, finite_weight, first_choice
 from burt_numba.device.rows import not_finite, report_not_finite
 from burt_numba.device.warp import FULL_MASK, any_lane, warp_min
-from burt_numba.target import DOCUMENTED_THREADS
+from burt_numba.target import DOCUMENTED_MOE_THREADS
 
 _NONE = np.int32(-1)
 _ZERO = np.float32(0.0)
@@ -46,7 +46,7 @@ def _copy_token(source, token, expert_inputs, rows, choices, d_model, errors):
             )
 
 
-@cuda.jit(launch_bounds=DOCUMENTED_THREADS)
+@cuda.jit(launch_bounds=DOCUMENTED_MOE_THREADS)
 def sparse_moe_dispatch_kernel(
     input,
     expert_inputs,
