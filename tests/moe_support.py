@@ -258,11 +258,12 @@ def assert_combined(outcome, expert_outputs, dispatched, renormalize=False):
     Terms of both signs cancel, and leave their rounding behind.
     """
     expected = reference.sparse_moe_combine(expert_outputs, dispatched, renormalize)
-    magnitudes = dispatched._replace(combine_weights=np.abs(dispatched.combine_weights))
-    terms = reference.sparse_moe_combine(np.abs(expert_outputs), magnitudes).output
+    weights = np.where(np.isfinite(dispatched.combine_weights), dispatched.combine_weights, 0).astype(np.float64)
     if renormalize:
-        total = np.abs(dispatched.combine_weights.sum(axis=1, dtype=np.float64, keepdims=True))
-        terms = np.divide(terms, total, out=terms, where=total > 0)
+        total = weights.sum(axis=1, keepdims=True)
+        weights = np.divide(weights, total, out=weights, where=total != 0)
+    magnitudes = dispatched._replace(combine_weights=np.abs(weights))
+    terms = reference.sparse_moe_combine(np.abs(expert_outputs), magnitudes).output
     assert outcome.out.dtype == expert_outputs.dtype and np.isfinite(outcome.out).all()
     error = np.linalg.norm(outcome.out - expected.output, axis=1)
     most = LIMITS[outcome.out.dtype.name] * np.linalg.norm(terms, axis=1)

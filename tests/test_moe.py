@@ -29,7 +29,8 @@ each_order = pytest.mark.parametrize("deterministic", [True, False], ids=["deter
 # Sizes ---------------------------------------------------------------------------------------------------------------
 
 # Edges: of a vector of 4 or 8 elements, of a warp, of the 256 threads of a documented block and of two of them.
-COLUMNS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 31, 32, 33, 127, 128, 129, 255, 256, 257]
+# 516 and 1032 are more vectors than one warp takes at a time.
+COLUMNS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 31, 32, 33, 127, 128, 129, 255, 256, 257, 516, 1032]
 LARGE_COLUMNS = [511, 512, 513, 1000, 1024, 1025, 2047, 2048, 2049, 4096, 7168]
 
 
@@ -367,7 +368,7 @@ def with_bad_elements(routing, every=5):
 
 
 @each_order
-@pytest.mark.parametrize("d", [1, 4, 8, 33, 40, 256, 257])
+@pytest.mark.parametrize("d", [1, 4, 8, 33, 40, 256, 257, 516, 1032])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("every", [1, 5])
 def test_bad_elements(d, dtype, every, deterministic):

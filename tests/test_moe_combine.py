@@ -32,7 +32,7 @@ def outputs_for(dispatched, d=None, *, dtype=np.float32, seed=0):
 
 
 @pytest.mark.parametrize(
-    "d", cases([1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 127, 128, 129, 255, 256, 257], [1000, 1024, 1025, 4096, 7168])
+    "d", cases([1, 2, 3, 4, 5, 7, 8, 9, 31, 32, 33, 127, 128, 129, 255, 256, 257, 520], [1000, 1024, 1025, 4096, 7168])
 )
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @each_sum
@@ -206,8 +206,10 @@ def test_bad_elements_count_as_zero(d, dtype, renormalize):
 
 
 @each_sum
-def test_bad_weights_count_as_zero(renormalize):
-    dispatched = run_dispatch(distinct_routing(9, 5, 4, 3))
+@pytest.mark.parametrize("d", [5, 300, 1000])
+def test_bad_weights_count_as_zero(d, renormalize):
+    """Recorded once, however many warps have a part of the token."""
+    dispatched = run_dispatch(distinct_routing(9, d, 4, 3))
     weights = dispatched.combine_weights.copy()
     weights[3, 1], weights[7] = np.nan, np.inf
     dispatched = dispatched._replace(combine_weights=weights)
@@ -215,9 +217,13 @@ def test_bad_weights_count_as_zero(renormalize):
     assert (outcome.out[7] == 0).all() and outcome.counts == {1: 1, 2: 3}
 
 
-@pytest.mark.parametrize("place", [[4, 0], [2**31 - 1, 0], [0, 100], [-2, 0], [-1, 0], [0, -1], [1, -(2**31)]])
-def test_places_outside_the_buffers_are_skipped(place):
-    dispatched = run_dispatch(distinct_routing(9, 5, 4, 3))
+@pytest.mark.parametrize(
+    "place", [[4, 0], [2**31 - 1, 0], [0, 14], [3, 14], [0, 100], [-2, 0], [-1, 0], [0, -1], [1, -(2**31)]]
+)
+@pytest.mark.parametrize("d", [5, 300, 1000])
+def test_places_outside_the_buffers_are_skipped(d, place):
+    dispatched = run_dispatch(distinct_routing(9, d, 4, 3))
+    assert dispatched.expert_inputs.shape[:2] == (4, 14)
     places = dispatched.dispatch_indices.copy()
     places[4, 2] = place
     dispatched = dispatched._replace(dispatch_indices=places)
@@ -226,17 +232,20 @@ def test_places_outside_the_buffers_are_skipped(place):
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(np.float32, 3e38), (np.float16, 6e4)])
-def test_sums_that_their_type_cannot_hold_are_zero_and_recorded(dtype, most):
-    routing = routing_of([[0, 1], [1, 0]], 2, d=5, dtype=dtype)
+@pytest.mark.parametrize("d", [5, 8, 40, 300, 1000])
+def test_sums_that_their_type_cannot_hold_are_zero_and_recorded(d, dtype, most):
+    """In every column in turn, and in several."""
+    routing = routing_of([[0, 1], [1, 0]], 2, d=d, dtype=dtype)
     routing.routing_weights[:] = 1
     dispatched = run_dispatch(routing)
-    outputs = np.ones(dispatched.expert_inputs.shape, dtype)
-    outputs[:, 0, 3] = most
     places = dispatched.dispatch_indices.copy()
     places[0], places[1] = [[0, 0], [1, 0]], [[1, 1], [0, 1]]
-    outcome = run_combine(outputs, dispatched._replace(dispatch_indices=places))
-    assert outcome.out.tolist() == [[2, 2, 2, 0, 2], [2] * 5]
-    assert (outcome.counts, outcome.first) == ({2: 1}, (3, 2))
+    for columns in ([0], [3], [d - 1], [d // 2, d - 2], range(1, d)):
+        outputs, wanted = np.ones(dispatched.expert_inputs.shape, dtype), np.full((2, d), 2)
+        outputs[:, 0, columns], wanted[0, columns] = most, 0
+        outcome = run_combine(outputs, dispatched._replace(dispatch_indices=places))
+        assert np.array_equal(outcome.out, wanted)
+        assert (outcome.counts, outcome.first) == ({2: len(columns)}, (columns[0], 2))
 
 
 # A deliberately wrong operation must fail at the same limits ---------------------------------------------------------
