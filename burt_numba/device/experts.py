@@ -25,10 +25,11 @@ def chosen_expert(index, indices, offset, stride, choice, experts):
     if index < 0 or index >= experts:
         return SKIPPED if index == _PADDING else OUT_OF_RANGE
     repeated = False
-    for earlier in range(choice):
+    for _earlier in range(choice):
         # Without an early end, so that the loads do not wait for each other.
-        if np.int64(indices[offset + earlier * stride]) == index:
+        if np.int64(indices[offset]) == index:
             repeated = True
+        offset += stride
     return SKIPPED if repeated else np.int32(index)
 
 

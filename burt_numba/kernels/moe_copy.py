@@ -40,7 +40,8 @@ def _guess_weights(
 ):  # fmt: skip
     """The weights of a token's choices, as if all had been placed; says whether one is not finite."""
     bad = False
-    for choice in range(lane, choices, lanes):
+    choice = lane
+    while choice < choices:
         _index, place = _weight_place(indices, index_place, weight_place, token, choice, experts)
         weight = _ZERO
         if place != _NOWHERE:
@@ -49,6 +50,7 @@ def _guess_weights(
                 bad = True
                 weight = _ZERO
         set_element(combine_weights, np.int64(token) * choices + choice, weight)
+        choice = np.int32(choice + lanes)
     return bad
 
 
@@ -58,13 +60,15 @@ def _settle_weights(
     lanes, bad, errors,
 ):  # fmt: skip
     """Take back the weights of choices that were not placed, and report those of the others that are not finite."""
-    for choice in range(lane, choices, lanes):
+    choice = lane
+    while choice < choices:
         flat = np.int64(token) * choices + choice
         if element_at(dispatch_indices, 2 * flat) < 0:
             set_element(combine_weights, flat, _ZERO)
         elif bad:
             index, place = _weight_place(indices, index_place, weight_place, token, choice, experts)
             finite_weight(weights, place, np.int64(token) * experts + index, errors)
+        choice = np.int32(choice + lanes)
 
 
 @cache
@@ -109,8 +113,10 @@ def copy_kernel(vector: int, half: int):
         last = min((np.int64(part) + 1) * part_elements, capacity * columns)
         for word in range(words_each):
             words[word] = np.uint32(0)
-        for element in range(first + np.int64(cuda.threadIdx.x) * vector, last, np.int64(cuda.blockDim.x) * vector):
+        element = first + np.int64(cuda.threadIdx.x) * vector
+        while element < last:
             store(expert_inputs, start + element, words, 0)
+            element += np.int64(cuda.blockDim.x) * vector
 
     @cuda.jit
     def moe_copy_kernel(

@@ -6,9 +6,9 @@
 
     area of a block         counts of warp 0 | of warp 1 | ... | of the blocks before | of all   (a cell an expert)
 
-Choices are looked at twice: once to count them, and once to give them rows. In between all blocks meet. Where some
-expert was full, tokens that got no row are looked for in the same way, in token order, and get the rows that expert 0
-has left.
+Choices are first counted, with their places among those of the warp left in the output; then all blocks meet, and what
+others have counted is added. Where some expert was full, tokens that got no row are looked for in the same way, in
+token order, and get the rows that expert 0 has left.
 """
 
 from __future__ import annotations
@@ -50,14 +50,20 @@ def _set_row(dispatch_indices, place, expert, position):
 
 
 @cuda.jit(device=True)
-def _read_choice(indices, index_place, number, last, tokens):
-    """(token, choice, what it names) of a choice by its number in the order of choices; padding from ``last`` on."""
+def _later_choice(token, choice, tokens):
+    """(token, choice) 32 places further in the order of choices."""
+    token = np.int32(token + 32)
+    while token >= tokens:
+        token = np.int32(token - tokens)
+        choice = np.int32(choice + 1)
+    return token, choice
+
+
+@cuda.jit(device=True)
+def _read_choice(indices, index_place, token, choice, is_there):
+    """What a choice names; padding where it is not there."""
     origin, stride, choice_stride = index_place
-    if number >= last:
-        return np.int32(0), np.int32(0), np.int64(SKIPPED)
-    choice = whole_quotient(number, tokens)
-    token = np.int32(number - choice * tokens)
-    return token, choice, np.int64(indices[origin + token * stride + choice * choice_stride])
+    return np.int64(indices[origin + token * stride + choice * choice_stride]) if is_there else np.int64(SKIPPED)
 
 
 @cuda.jit(device=True)
@@ -65,7 +71,8 @@ def _add_up_warps(area, start, warps, experts, expert):
     """Counts of an expert in the warps of a block become those of the warps before; returns those of all."""
     few = cuda.local.array(_WARPS_AHEAD, np.int32)
     total = np.int32(0)
-    for first in range(0, warps, _WARPS_AHEAD):
+    first = np.int32(0)
+    while first < warps:
         for step in range(_WARPS_AHEAD):
             few[step] = np.int32(0)
             if first + step < warps:
@@ -74,6 +81,7 @@ def _add_up_warps(area, start, warps, experts, expert):
             if first + step < warps:
                 area[start + (first + step) * experts + expert] = total
             total = np.int32(total + few[step])
+        first = np.int32(first + _WARPS_AHEAD)
     return total
 
 
@@ -86,22 +94,25 @@ def _add_up_blocks(block_counts, blocks, block, experts, area, before_place, tot
     # Where there are more threads than experts, several share the blocks of one.
     sharers = max(whole_quotient(threads, experts), np.int32(1))
     sharer = whole_quotient(thread, experts) if sharers > 1 else np.int32(0)
-    if sharer < sharers:
-        for expert in range(thread - sharer * experts, experts, threads):
-            before = np.int32(0)
-            total = np.int32(0)
-            for first in range(sharer, blocks, sharers * _ROWS_AHEAD):
-                for step in range(_ROWS_AHEAD):
-                    row = first + step * sharers
-                    few[step] = np.int32(0)
-                    if row < blocks:
-                        few[step] = element_at(block_counts, np.int64(row) * experts + expert)
-                for step in range(_ROWS_AHEAD):
-                    if first + step * sharers < block:
-                        before = np.int32(before + few[step])
-                    total = np.int32(total + few[step])
-            cuda.atomic.add(area, before_place + expert, before)
-            cuda.atomic.add(area, total_place + expert, total)
+    expert = np.int32(thread - sharer * experts)
+    while sharer < sharers and expert < experts:
+        before = np.int32(0)
+        total = np.int32(0)
+        first = sharer
+        while first < blocks:
+            for step in range(_ROWS_AHEAD):
+                row = np.int32(first + step * sharers)
+                few[step] = np.int32(0)
+                if row < blocks:
+                    few[step] = element_at(block_counts, np.int64(row) * experts + expert)
+            for step in range(_ROWS_AHEAD):
+                if np.int32(first + step * sharers) < block:
+                    before = np.int32(before + few[step])
+                total = np.int32(total + few[step])
+            first = np.int32(first + _ROWS_AHEAD * sharers)
+        cuda.atomic.add(area, before_place + expert, before)
+        cuda.atomic.add(area, total_place + expert, total)
+        expert = np.int32(expert + threads)
 
 
 @cuda.jit(device=True)
@@ -165,67 +176,88 @@ def positions_kernel(staged: int):
         own = start + np.int64(warp) * experts
         before_place = start + np.int64(warps) * experts
         total_place = before_place + experts
-        for cell in range(start + thread, total_place + experts, threads):
+        cell = start + thread
+        while cell < total_place + experts:
             area[cell] = np.int32(0)
+            cell += threads
         cuda.syncthreads()  # all counts are zero
 
         index_place = (index_origin, index_stride, index_choice_stride)
         end = np.int32(tokens * choices)
         first = np.int32(min((np.int64(block) * warps + warp) * warp_choices, np.int64(end)))
         last = np.int32(min(np.int64(first) + warp_choices, np.int64(end)))
-        for turn in range(rolled(2, errors)):
-            upcoming = _read_choice(top_k_indices, index_place, np.int32(first + lane), last, tokens)
-            for group in range(first, last, 32):
-                token, choice, index = upcoming
-                # Under way while this group is counted.
-                upcoming = _read_choice(top_k_indices, index_place, np.int32(group + 32 + lane), last, tokens)
-                expert = chosen_expert(
-                    index, top_k_indices, index_origin + token * index_stride, index_choice_stride, choice, experts
-                )
-                alike = lanes_alike(expert, FULL_MASK)
-                before = np.int32(0)
+        first_choice_of_lane = np.int32(0)
+        if tokens > 0:
+            first_choice_of_lane = whole_quotient(np.int32(first + lane), tokens)
+        token = np.int32(first + lane - first_choice_of_lane * tokens)
+        choice = first_choice_of_lane
+        upcoming = _read_choice(top_k_indices, index_place, token, choice, first + lane < last)
+        for group in range(first, last, 32):
+            index = upcoming
+            offset = index_origin + token * index_stride
+            place = np.int64(token) * choices + choice
+            earlier_choices = choice
+            # Under way while this group is counted.
+            token, choice = _later_choice(token, choice, tokens)
+            upcoming = _read_choice(top_k_indices, index_place, token, choice, group + 32 + lane < last)
+            expert = chosen_expert(index, top_k_indices, offset, index_choice_stride, earlier_choices, experts)
+            alike = lanes_alike(expert, FULL_MASK)
+            before = np.int32(0)
+            if expert >= 0:
+                before = area[own + expert]
+            sync_warp()  # all lanes have read
+            if expert >= 0 and count_lanes_before(alike) == 0:
+                area[own + expert] = before + count_lanes(alike)
+            sync_warp()  # the counts hold the group
+            wrong = expert == OUT_OF_RANGE
+            if any_lane(wrong, FULL_MASK):
+                count = count_lanes(lanes_where(wrong, FULL_MASK))
+                lowest = warp_min(place if wrong else np.int64(end), 32, FULL_MASK)
+                if lane == 0:
+                    record_event(errors, DIM_MISMATCH, count, lowest)
+            if group + lane < last:
+                # Its place among those of the warp, until those before are known.
+                _set_row(dispatch_indices, place, expert, np.int32(before + count_lanes_before(alike)))
+        cuda.syncthreads()  # the warps have counted
+
+        expert = thread
+        while expert < experts:
+            total = _add_up_warps(area, start, warps, experts, expert)
+            if blocks > 1:
+                set_element(block_counts, np.int64(block) * experts + expert, total)
+            else:
+                area[total_place + expert] = total
+            expert = np.int32(expert + threads)
+        group_barrier(barriers, 0, blocks)
+        if blocks > 1:
+            _add_up_blocks(block_counts, blocks, block, experts, area, before_place, total_place)
+            cuda.syncthreads()  # the sums are complete
+
+        choice = first_choice_of_lane
+        token = np.int32(first + lane - choice * tokens)
+        for group in range(first, last, 32):
+            if group + lane < last:
+                place = np.int64(token) * choices + choice
+                expert = element_at(dispatch_indices, 2 * place)
+                position = _NONE
                 if expert >= 0:
-                    before = area[own + expert]
-                sync_warp()  # all lanes have read
-                if expert >= 0 and count_lanes_before(alike) == 0:
-                    area[own + expert] = before + count_lanes(alike)
-                sync_warp()  # the counts hold the group
-                if turn == 1:
-                    place = np.int64(token) * choices + choice
-                    wrong = expert == OUT_OF_RANGE
-                    if any_lane(wrong, FULL_MASK):
-                        count = count_lanes(lanes_where(wrong, FULL_MASK))
-                        lowest = warp_min(place if wrong else np.int64(end), 32, FULL_MASK)
-                        if lane == 0:
-                            record_event(errors, DIM_MISMATCH, count, lowest)
-                    position = _NONE
-                    if expert >= 0:
-                        position = np.int32(area[before_place + expert] + before + count_lanes_before(alike))
-                        if position >= capacity:
-                            expert = SKIPPED
-                            position = _NONE
-                    if group + lane < last:
-                        _set_row(dispatch_indices, place, max(expert, SKIPPED), position)
-            if turn == 0:
-                cuda.syncthreads()  # the warps have counted
-                for expert in range(thread, experts, threads):
-                    total = _add_up_warps(area, start, warps, experts, expert)
-                    if blocks > 1:
-                        set_element(block_counts, np.int64(block) * experts + expert, total)
-                    else:
-                        area[total_place + expert] = total
-                group_barrier(barriers, 0, blocks)
-                if blocks > 1:
-                    _add_up_blocks(block_counts, blocks, block, experts, area, before_place, total_place)
-                    cuda.syncthreads()  # the sums are complete
+                    position = element_at(dispatch_indices, 2 * place + 1)
+                    position = np.int32(position + area[own + expert] + area[before_place + expert])
+                if position >= 0 and position < capacity:
+                    set_element(dispatch_indices, 2 * place + 1, position)
+                else:
+                    _set_row(dispatch_indices, place, SKIPPED, _NONE)
+            token, choice = _later_choice(token, choice, tokens)
 
         is_full = np.int32(0)
-        for expert in range(thread, experts, threads):
+        expert = thread
+        while expert < experts:
             total = area[total_place + expert]
             if total > capacity:
                 is_full = np.int32(1)
             if block == 0 and expert > 0:
                 set_element(expert_counts, expert, min(total, capacity))
+            expert = np.int32(expert + threads)
         own_rows = min(area[total_place], capacity)
         found = np.int32(0)
         if cuda.syncthreads_or(is_full) != 0:
