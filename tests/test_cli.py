@@ -71,7 +71,7 @@ def test_version(run):
 
 
 @pytest.mark.parametrize(
-    "words", [(), ("run",), ("run", "constrained_softmax"), ("run", "cifg_update"), ("plan",), ("check",)]
+    "words", [(), ("run",), *(("run", operation) for operation in OPERATIONS), ("plan",), ("check",)]
 )
 def test_help(run, words):
     status, out, err = run(*words, "--help")
@@ -216,6 +216,38 @@ def transposed(operation):
     return wrong
 
 
+def in_other_order(operation):
+    """Gives the rows to the last tokens first."""
+
+    def wrong(tokens, weights, indices, *arguments, **options):
+        result = operation(tokens[::-1], weights[::-1], indices[::-1], *arguments, **options)
+        return result._replace(
+            dispatch_indices=result.dispatch_indices[::-1], combine_weights=result.combine_weights[::-1]
+        )
+
+    return wrong
+
+
+def of_first_choices(operation):
+    """Looks at one choice of each token."""
+
+    def wrong(tokens, weights, indices, *arguments, **options):
+        only = np.where(np.arange(indices.shape[1]) == 0, indices, np.int32(-1))
+        return operation(tokens, weights, only, *arguments, **options)
+
+    return wrong
+
+
+def unweighted(operation):
+    """Adds up without weights."""
+
+    def wrong(outputs, dispatch, **options):
+        ones = np.sign(dispatch.combine_weights)
+        return operation(outputs, dispatch._replace(combine_weights=ones), **options)
+
+    return wrong
+
+
 @pytest.mark.parametrize(
     ("operation", "variant"),
     [
@@ -230,6 +262,11 @@ def transposed(operation):
         ("batched_cifg_update", scaled),
         ("batched_cifg_update", unbounded),
         ("batched_cifg_update", transposed),
+        ("sparse_moe_dispatch", in_other_order),
+        ("sparse_moe_dispatch", of_first_choices),
+        ("sparse_moe_dispatch", silent),
+        ("sparse_moe_combine", scaled),
+        ("sparse_moe_combine", unweighted),
     ],
 )
 def test_check_notices_a_wrong_operation(run, monkeypatch, operation, variant):
@@ -529,6 +566,84 @@ def test_run_a_memory_on_no_samples(run, tmp_path, shared):
     np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["C"], arrays["C"])
 
 
+def routing_arrays(T=40, d=6, E=4, k=2):
+    """Arrays of a dispatch, by name: more tokens ask for a low expert than for a high one."""
+    random = np.random.default_rng(0)
+    return {
+        "input": normal((T, d)),
+        "routing_weights": random.random((T, E), np.float32),
+        "top_k_indices": (random.random((T, k)) ** 2 * E).astype(np.int64),
+    }
+
+
+@pytest.mark.parametrize(("words", "options"), [((), {}), (("--expert-capacity", 9), {"expert_capacity": 9})])
+def test_run_sparse_moe_dispatch(run, tmp_path, words, options):
+    arrays = routing_arrays()
+    np.savez(tmp_path / "in.npz", **arrays)
+    status, out, _ = run("run", "sparse_moe_dispatch", "--input", "in.npz", "--output", "out.npz", *words)
+    assert status == 0
+
+    expected = reference.sparse_moe_dispatch(**arrays, **options)
+    with np.load(tmp_path / "out.npz") as written:
+        assert sorted(written.files) == ["combine_weights", "dispatch_indices", "expert_counts", "expert_inputs"]
+        for name in written.files:
+            assert np.array_equal(written[name], getattr(expected, name)), name
+    counts, placed = expected.expert_counts, np.count_nonzero(expected.dispatch_indices[..., 0] >= 0)
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    for line in (
+        f"sparse_moe_dispatch, 4 experts of {expected.expert_inputs.shape[1]} rows → out.npz",
+        "input (40, 6) float32",
+        f"choices placed {placed} of 80 ({placed / 80:.1%})",
+        f"tokens sent to expert 0 for want of room {expected.num_overflowed} of 40 ({expected.num_overflowed / 40:.1%})",
+        f"tokens dropped {expected.num_dropped} of 40 ({expected.num_dropped / 40:.1%})",
+        f"rows of an expert: least, mean, most {counts.min()}, {counts.mean():.1f}, {counts.max()}",
+    ):
+        assert line in shown, out
+    assert (expected.num_dropped > 0) == bool(words)
+    assert ("CAPACITY_FULL (code 5)" in out) == bool(words)
+
+
+def test_run_sparse_moe_dispatch_in_any_order(run, tmp_path):
+    arrays = routing_arrays()
+    np.savez(tmp_path / "in.npz", **arrays)
+    words = ("--any-order", "--expert-capacity", "40")
+    status, _, _ = run("run", "sparse_moe_dispatch", "--input", "in.npz", "--output", "out.npz", *words)
+    assert status == 0
+    expected = reference.sparse_moe_dispatch(**arrays, expert_capacity=40)
+    written = np.load(tmp_path / "out.npz")
+    assert np.array_equal(written["expert_counts"], expected.expert_counts)
+    assert np.array_equal(written["combine_weights"], expected.combine_weights)
+
+
+@pytest.mark.parametrize(("words", "renormalize"), [((), False), (("--renormalize",), True)])
+def test_run_sparse_moe_combine(run, tmp_path, words, renormalize):
+    """Of what a dispatch has written, with the tokens themselves as the experts' answers."""
+    arrays = routing_arrays()
+    np.savez(tmp_path / "in.npz", **arrays)
+    full = ("--expert-capacity", "9")
+    assert run("run", "sparse_moe_dispatch", "--input", "in.npz", "--output", "rows.npz", *full)[0] == 0
+    with np.load(tmp_path / "rows.npz") as rows:
+        np.savez(tmp_path / "back.npz", expert_outputs=rows["expert_inputs"], **rows)
+    status, out, _ = run("run", "sparse_moe_combine", "--input", "back.npz", "--output", "out.npz", *words)
+    assert status == 0
+    dispatch = reference.sparse_moe_dispatch(**arrays, expert_capacity=9)
+    expected = reference.sparse_moe_combine(dispatch.expert_inputs, dispatch, renormalize).output
+    assert relative_error(np.load(tmp_path / "out.npz")["output"], expected) <= LIMITS["float32"]
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    assert f"sparse_moe_combine{', weights renormalised' * renormalize} → out.npz" in shown
+    assert f"tokens of no row {dispatch.num_dropped} of 40 ({dispatch.num_dropped / 40:.1%})" in shown
+
+
+def test_run_on_no_tokens(run, tmp_path):
+    np.savez(tmp_path / "in.npz", **routing_arrays(T=0))
+    assert run("run", "sparse_moe_dispatch", "--input", "in.npz", "--output", "rows.npz")[0] == 0
+    with np.load(tmp_path / "rows.npz") as rows:
+        assert rows["expert_counts"].tolist() == [0, 0, 0, 0]
+        np.savez(tmp_path / "back.npz", expert_outputs=rows["expert_inputs"], **rows)
+    assert run("run", "sparse_moe_combine", "--input", "back.npz", "--output", "out.npz")[0] == 0
+    assert np.load(tmp_path / "out.npz")["output"].shape == (0, 6)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -557,6 +672,13 @@ def test_run_a_memory_on_no_samples(run, tmp_path, shared):
         (("cifg_update", "--input", "update.npz", "--spectral-bound", "0"), "cifg_update: spectral_bound: "),
         (("cifg_update", "--input", "update.npz", "--projection", "cut"), "argument --projection: invalid choice"),
         (("cifg_update", "--input", "update.npz", "--shared-memory-mode"), "unrecognized arguments: --shared"),
+        (("sparse_moe_dispatch", "--input", "memory.npz"), "holds no array named input (it holds: C, h, W_f, b_f)"),
+        (("sparse_moe_dispatch", "--input", "routing.npz"), "sparse_moe_dispatch: top_k_indices: expected int32 or"),
+        (
+            ("sparse_moe_dispatch", "--input", "routing.npz", "--expert-capacity", "-1"),
+            "moe_dispatch: expert_capacity: ",
+        ),
+        (("sparse_moe_combine", "--input", "routing.npz"), "holds no array named expert_outputs (it holds: input, "),
     ],
 )
 def test_run_refuses(refused, tmp_path, words, message):
@@ -571,6 +693,8 @@ def test_run_refuses(refused, tmp_path, words, message):
     np.save(tmp_path / "scores.npy", normal((1, 1, 2, 3)))
     update = {**memory_arrays(d=3), "C": np.zeros((3, 4), np.float32)}
     np.savez(tmp_path / "update.npz", **update)
+    routing = routing_arrays()
+    np.savez(tmp_path / "routing.npz", **{**routing, "top_k_indices": routing["top_k_indices"].astype(np.int16)})
     np.savez(tmp_path / "memory.npz", **{name: array for name, array in update.items() if name != "x"})
     assert message in refused("run", *words, "--output", "out.npz")
     assert not (tmp_path / "out.npz").exists()
@@ -641,6 +765,8 @@ def test_plan_refuses(refused, words, message):
         ("attention_softmax", {"batch_size": 2, "num_heads": 8, "seq_len": 512, "causal": True}),
         ("cifg_update", {"d_model": 512, "input_dim": 1024, "multiprocessors": 68}),
         ("batched_cifg_update", {"batch_size": 2, "d_model": 5, "input_dim": 6, "shared_memory_mode": True}),
+        ("sparse_moe_dispatch", {"batch_size": 1024, "d_model": 512, "num_experts": 4, "expert_capacity": 700}),
+        ("sparse_moe_combine", {"batch_size": 1024, "d_model": 512, "num_experts": 4, "top_k": 3}),
     ],
 )
 def test_plan(run, operation, dims):
