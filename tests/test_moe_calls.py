@@ -290,6 +290,26 @@ def test_array_families(family, deterministic):
     assert relative_error(to_host(out)[has_row], ROUTING.input[has_row]) <= LIMITS["float32"]
 
 
+@pytest.mark.gpu_only("tensors on the device")
+@each_order
+@pytest.mark.parametrize("library", ["torch", "cupy"])
+def test_tensors(library, deterministic):
+    module = pytest.importorskip(library)
+    arrays = [torch_or_cupy(module, array) for array in ROUTING]
+    result = burt_numba.sparse_moe_dispatch(*arrays, deterministic=deterministic)
+    out = burt_numba.sparse_moe_combine(result.expert_inputs, result, renormalize=True)
+    made = (*result, result.num_dropped, result.num_overflowed, out)
+    assert all(type(array) is type(arrays[0]) for array in made)
+    on_host = [array.get() if library == "cupy" else array.cpu().numpy() for array in made]
+    assert on_host[2].tolist() == call_dispatch(ROUTING).expert_counts.tolist()
+    has_row = (on_host[1][..., 0] >= 0).any(axis=1)
+    assert relative_error(on_host[-1][has_row], ROUTING.input[has_row]) <= LIMITS["float32"]
+
+
+def torch_or_cupy(module, array):
+    return module.asarray(array) if module.__name__ == "cupy" else module.from_numpy(array).cuda()
+
+
 def test_given_host_buffers_are_written():
     """NumPy arrays are copied to a GPU and back: what is not written must come back as it was."""
     outputs = output_contents(ROUTING, 6)
