@@ -15,32 +15,36 @@ _PADDING = np.int64(-1)
 _ZERO = np.float32(0.0)
 
 
-@cuda.jit(device=True)
-def chosen_expert(index, indices, offset, stride, choice, experts):
-    """The expert that takes a token for one of its choices, which start at ``offset`` and lie ``stride`` apart.
+def choice_rules(read):
+    """(chosen_expert, first_choice) for indices whose elements ``read(indices, place)`` gives."""
 
-    ``index`` is what this choice names. SKIPPED where that is padding or the expert of an earlier choice, OUT_OF_RANGE
-    where there is no such expert.
-    """
-    if index < 0 or index >= experts:
-        return SKIPPED if index == _PADDING else OUT_OF_RANGE
-    repeated = False
-    for _earlier in range(choice):
-        # Without an early end, so that the loads do not wait for each other.
-        if np.int64(indices[offset]) == index:
-            repeated = True
-        offset += stride
-    return SKIPPED if repeated else np.int32(index)
+    @cuda.jit(device=True)
+    def chosen_expert(index, indices, place, stride, choice, experts):
+        """The expert that takes a token for one of its choices, which start at ``place`` and lie ``stride`` apart.
 
+        ``index`` is what this choice names. SKIPPED where that is padding or the expert of an earlier choice,
+        OUT_OF_RANGE where there is no such expert.
+        """
+        if index < 0 or index >= experts:
+            return SKIPPED if index == _PADDING else OUT_OF_RANGE
+        repeated = False
+        for _earlier in range(choice):
+            # Without an early end, so that the loads do not wait for each other.
+            if np.int64(read(indices, place)) == index:
+                repeated = True
+            place += stride
+        return SKIPPED if repeated else np.int32(index)
 
-@cuda.jit(device=True)
-def first_choice(indices, offset, stride, choices, experts):
-    """The first of a token's choices that is in range; -1 where none is."""
-    for choice in range(choices):
-        index = np.int64(indices[offset + choice * stride])
-        if index >= 0 and index < experts:
-            return np.int32(choice)
-    return np.int32(-1)
+    @cuda.jit(device=True)
+    def first_choice(indices, place, stride, choices, experts):
+        """The first of a token's choices that is in range; -1 where none is."""
+        for choice in range(choices):
+            index = np.int64(read(indices, place + choice * stride))
+            if index >= 0 and index < experts:
+                return np.int32(choice)
+        return np.int32(-1)
+
+    return chosen_expert, first_choice
 
 
 @cuda.jit(device=True)

@@ -10,7 +10,7 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.device.coherence import last_arrival
 from burt_numba.device.events import CAPACITY_FULL, DIM_MISMATCH, record_event
-from burt_numba.device.experts import OUT_OF_RANGE, chosen_expert, finite_weight, first_choice
+from burt_numba.device.experts import OUT_OF_RANGE, choice_rules, finite_weight
 from burt_numba.device.rows import not_finite, report_not_finite
 from burt_numba.device.warp import FULL_MASK, any_lane, warp_min
 from burt_numba.target import DOCUMENTED_MOE_THREADS
@@ -19,6 +19,14 @@ _NONE = np.int32(-1)
 _ZERO = np.float32(0.0)
 _NO_TOKEN = np.int64(1 << 59)
 _ARRIVED, _WAITING = 0, 1
+
+
+@cuda.jit(device=True)
+def _element(indices, place):
+    return indices[place]
+
+
+_chosen_expert, _first_choice = choice_rules(_element)
 
 
 @cuda.jit(device=True)
@@ -82,7 +90,7 @@ def sparse_moe_dispatch_kernel(
         placed = np.int32(0)
         for choice in range(thread, top_k, threads):
             index = np.int64(top_k_indices[token, choice])
-            expert = chosen_expert(index, top_k_indices[token], 0, 1, choice, num_experts)
+            expert = _chosen_expert(index, top_k_indices[token], 0, 1, choice, num_experts)
             position = _NONE
             if expert == OUT_OF_RANGE:
                 record_event(errors, DIM_MISMATCH, 1, np.int64(token) * top_k + choice)
@@ -119,7 +127,7 @@ def sparse_moe_dispatch_kernel(
         for number in range(overflowed):
             token = waiting[number]
             if thread == 0:
-                choice = first_choice(top_k_indices[token], 0, 1, top_k, num_experts)
+                choice = _first_choice(top_k_indices[token], 0, 1, top_k, num_experts)
                 expert = np.int32(top_k_indices[token, choice])
                 rows[0] = 0
                 rows[1] = used + number

@@ -21,7 +21,7 @@ from burt_numba.backend import cuda
 from burt_numba.device.arguments import array_at
 from burt_numba.device.coherence import group_barrier
 from burt_numba.device.events import CAPACITY_FULL, DIM_MISMATCH, record_event, rolled
-from burt_numba.device.experts import OUT_OF_RANGE, SKIPPED, chosen_expert, first_choice
+from burt_numba.device.experts import OUT_OF_RANGE, SKIPPED, choice_rules
 from burt_numba.device.launch_order import let_next_begin
 from burt_numba.device.numeric import whole_quotient
 from burt_numba.device.vector import element_at, set_element
@@ -41,6 +41,7 @@ _ROWS_AHEAD = 8
 """Counts of other blocks that a thread has in flight."""
 _WARPS_AHEAD = 8
 _NONE = np.int32(-1)
+_chosen_expert, _first_choice = choice_rules(element_at)
 
 
 @cuda.jit(device=True)
@@ -63,7 +64,9 @@ def _later_choice(token, choice, tokens):
 def _read_choice(indices, index_place, token, choice, is_there):
     """What a choice names; padding where it is not there."""
     origin, stride, choice_stride = index_place
-    return np.int64(indices[origin + token * stride + choice * choice_stride]) if is_there else np.int64(SKIPPED)
+    if is_there:
+        return np.int64(element_at(indices, origin + token * stride + choice * choice_stride))
+    return np.int64(SKIPPED)
 
 
 @cuda.jit(device=True)
@@ -76,10 +79,10 @@ def _add_up_warps(area, start, warps, experts, expert):
         for step in range(_WARPS_AHEAD):
             few[step] = np.int32(0)
             if first + step < warps:
-                few[step] = area[start + (first + step) * experts + expert]
+                few[step] = element_at(area, start + (first + step) * experts + expert)
         for step in range(_WARPS_AHEAD):
             if first + step < warps:
-                area[start + (first + step) * experts + expert] = total
+                set_element(area, start + (first + step) * experts + expert, total)
             total = np.int32(total + few[step])
         first = np.int32(first + _WARPS_AHEAD)
     return total
@@ -123,7 +126,7 @@ def _choice_without_room(token, indices, index_place, dispatch_indices, choices,
         if element_at(dispatch_indices, 2 * (place + choice)) >= 0:
             return _NONE
     origin, stride, choice_stride = index_place
-    return first_choice(indices, origin + np.int64(token) * stride, choice_stride, choices, experts)
+    return _first_choice(indices, origin + np.int64(token) * stride, choice_stride, choices, experts)
 
 
 @cache
@@ -178,7 +181,7 @@ def positions_kernel(staged: int):
         total_place = before_place + experts
         cell = start + thread
         while cell < total_place + experts:
-            area[cell] = np.int32(0)
+            set_element(area, cell, np.int32(0))
             cell += threads
         cuda.syncthreads()  # all counts are zero
 
@@ -200,14 +203,14 @@ def positions_kernel(staged: int):
             # Under way while this group is counted.
             token, choice = _later_choice(token, choice, tokens)
             upcoming = _read_choice(top_k_indices, index_place, token, choice, group + 32 + lane < last)
-            expert = chosen_expert(index, top_k_indices, offset, index_choice_stride, earlier_choices, experts)
+            expert = _chosen_expert(index, top_k_indices, offset, index_choice_stride, earlier_choices, experts)
             alike = lanes_alike(expert, FULL_MASK)
             before = np.int32(0)
             if expert >= 0:
-                before = area[own + expert]
+                before = element_at(area, own + expert)
             sync_warp()  # all lanes have read
             if expert >= 0 and count_lanes_before(alike) == 0:
-                area[own + expert] = before + count_lanes(alike)
+                set_element(area, own + expert, before + count_lanes(alike))
             sync_warp()  # the counts hold the group
             wrong = expert == OUT_OF_RANGE
             if any_lane(wrong, FULL_MASK):
@@ -226,7 +229,7 @@ def positions_kernel(staged: int):
             if blocks > 1:
                 set_element(block_counts, np.int64(block) * experts + expert, total)
             else:
-                area[total_place + expert] = total
+                set_element(area, total_place + expert, total)
             expert = np.int32(expert + threads)
         group_barrier(barriers, 0, blocks)
         if blocks > 1:
@@ -242,7 +245,9 @@ def positions_kernel(staged: int):
                 position = _NONE
                 if expert >= 0:
                     position = element_at(dispatch_indices, 2 * place + 1)
-                    position = np.int32(position + area[own + expert] + area[before_place + expert])
+                    position = np.int32(
+                        position + element_at(area, own + expert) + element_at(area, before_place + expert)
+                    )
                 if position >= 0 and position < capacity:
                     set_element(dispatch_indices, 2 * place + 1, position)
                 else:
@@ -252,13 +257,13 @@ def positions_kernel(staged: int):
         is_full = np.int32(0)
         expert = thread
         while expert < experts:
-            total = area[total_place + expert]
+            total = element_at(area, total_place + expert)
             if total > capacity:
                 is_full = np.int32(1)
             if block == 0 and expert > 0:
                 set_element(expert_counts, expert, min(total, capacity))
             expert = np.int32(expert + threads)
-        own_rows = min(area[total_place], capacity)
+        own_rows = min(element_at(area, total_place), capacity)
         found = np.int32(0)
         if cuda.syncthreads_or(is_full) != 0:
             group_barrier(barriers, 0, blocks)  # all choices have been given their rows
