@@ -12,6 +12,8 @@ UNSTAGED_BLOCK = 512
 """Where counts are in the workspace, which takes registers."""
 _ONE_BLOCK = 4096
 """Choices up to which one block is faster than several that meet."""
+_EXPERTS_A_WARP = 256
+"""Experts whose counts a warp adds up, where there are few choices."""
 _MOST_AREA = 1 << 24
 """Counts in the workspace, where they do not fit in shared memory: fewer blocks take longer, and less of it."""
 _STATIC_BYTES = 256
@@ -69,7 +71,7 @@ def positions_shape(
     """For ``choices`` choices a token."""
     total = tokens * choices
     blocks = 1 if total <= _ONE_BLOCK else min(multiprocessors, -(-total // POSITIONS_BLOCK))
-    warps = min(max(-(-total // (32 * blocks)), 1), POSITIONS_BLOCK // 32)
+    warps = min(max(-(-total // (32 * blocks)), -(-experts // _EXPERTS_A_WARP)), POSITIONS_BLOCK // 32)
     most = most_shared_bytes(capability) - _STATIC_BYTES
     staged = 4 * (warps + 2) * experts <= most
     if not staged:

@@ -75,6 +75,8 @@ class _Call:
     """There is nothing to launch: what was given to be written stays as it is."""
     cells: EventCells | None = None
     """The function's own error buffer on the device."""
+    apart: list[int] | None = None
+    """Pointers of the operands of an earlier call, which do not overlap."""
 
 
 class Operation:
@@ -145,19 +147,14 @@ class Operation:
         if None in keys[self._first_result :]:
             given, operands = operands, self._with_results(call, operands)
             for place in range(self._first_result, len(operands)):
-                pointers[place] = call.family.pointer(operands[place])
+                if given[place] is None:
+                    pointers[place] = call.family.pointer(operands[place])
             if aligned and any(pointers[place] % VECTOR_BYTES for place in self._vectors):
                 kind = (False, *kind[1:])
                 call = self._calls.get(kind) or self._prepare(kind, given, options, False, validate)
-        for writer, start, end, other, other_start, other_end, same_allowed in call.overlaps:
-            a, b = pointers[writer], pointers[other]
-            if a + start < b + other_end and b + other_start < a + end and not (a == b and same_allowed):
-                # In place, the first operand is what is written.
-                written = 0 if writer == self._first_result and operands[writer] is operands[0] else writer
-                raise BurtDimensionError(
-                    f"{self.name}: {self.names[written]}: expected memory apart from {self.names[other]}, "
-                    f"but the two overlap"
-                )
+        if pointers != call.apart:
+            self._require_apart(call, operands, pointers)
+            call.apart = pointers
         if errors is not None:
             cells = errors.cells(call.device)
         else:
@@ -182,6 +179,18 @@ class Operation:
     def _returned(self, operands: tuple[Any, ...]) -> Any:
         results = operands[self._first_result :]
         return results if len(results) > 1 else results[0]
+
+    def _require_apart(self, call: _Call, operands: Sequence[Any], pointers: Sequence[int]) -> None:
+        """Refuse operands that are written and overlap others."""
+        for writer, start, end, other, other_start, other_end, same_allowed in call.overlaps:
+            a, b = pointers[writer], pointers[other]
+            if a + start < b + other_end and b + other_start < a + end and not (a == b and same_allowed):
+                # In place, the first operand is what is written.
+                written = 0 if writer == self._first_result and operands[writer] is operands[0] else writer
+                raise BurtDimensionError(
+                    f"{self.name}: {self.names[written]}: expected memory apart from {self.names[other]}, "
+                    f"but the two overlap"
+                )
 
     def _default_cells(self, call: _Call) -> EventCells:
         call.cells = self.errors.cells(call.device)
