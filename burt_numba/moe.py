@@ -469,14 +469,16 @@ def _require_axes(name: str, label: str, array: Description, axes: str) -> None:
         raise BurtDimensionError(f"{name}: {label}: expected {wanted} dimensions {axes}, got {array}")
 
 
-def _check_sizes(name: str, sizes: _Sizes) -> None:
-    for what, size, most in (
-        ("T k", sizes.tokens * max(sizes.choices, 1), _MOST_CHOICES),
+def _check_sizes(name: str, labels: tuple[str, str, str], sizes: _Sizes) -> None:
+    """``labels``: the arguments that T and k, E, and d come from."""
+    wanted = (
+        ("T and T k", sizes.tokens * max(sizes.choices, 1), _MOST_CHOICES),
         ("E", sizes.experts, _MOST_SIZE),
         ("d", sizes.columns, _MOST_SIZE),
-    ):
+    )
+    for label, (what, size, most) in zip(labels, wanted, strict=True):
         if size > most:
-            raise BurtDimensionError(f"{name}: expected {what} of at most {most}, got {size}")
+            raise BurtDimensionError(f"{name}: {label}: expected {what} of at most {most}, got {size}")
 
 
 def _check_dispatch(request: Request, given_capacity: int | None) -> _Sizes:
@@ -499,7 +501,7 @@ def _check_dispatch(request: Request, given_capacity: int | None) -> _Sizes:
     if routing.shape[1] == 0:
         raise BurtDimensionError(f"{_DISPATCH}: routing_weights: expected at least 1 expert, got {routing}")
     sizes = _Sizes.of(tokens, index.shape[1], routing.shape[1], columns, given_capacity)
-    _check_sizes(_DISPATCH, sizes)
+    _check_sizes(_DISPATCH, ("top_k_indices", "routing_weights", "input"), sizes)
     results = _results(sizes, source.dtype, routing.dtype)
     for label, array, result in zip(_RESULTS, request.operands[_INPUTS:], results, strict=True):
         if array is not None:
@@ -537,7 +539,8 @@ def _answer_combine(request: Request) -> Answer:
     tokens, choices = indices.shape[:2]
     require_shape(_COMBINE, "dispatch_indices", indices, (tokens, choices, 2))
     require_shape(_COMBINE, "combine_weights", weights, (tokens, choices))
-    _check_sizes(_COMBINE, _Sizes(tokens, choices, experts, capacity, columns))
+    labels = ("dispatch_indices", "expert_outputs", "expert_outputs")
+    _check_sizes(_COMBINE, labels, _Sizes(tokens, choices, experts, capacity, columns))
     result = Result((tokens, columns), outputs.dtype)
     if out is not None:
         require_output(_COMBINE, "out", out, *result)
@@ -634,7 +637,7 @@ def _planned_sizes(name: str, dims: dict[str, Any]) -> tuple[_Sizes, int, int]:
     itemsize = dtype_itemsize(name, dims)
     refuse_unknown(name, dims)
     sizes = _Sizes(tokens, choices, experts, capacity, columns)
-    _check_sizes(f"plan: {name}", sizes)
+    _check_sizes(f"plan: {name}", ("batch_size", "num_experts", "d_model"), sizes)
     return sizes, itemsize, processors
 
 
