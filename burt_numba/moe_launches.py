@@ -33,7 +33,8 @@ _MOST_CLEARING = 1 << 20
 class PositionsShape(NamedTuple):
     """How choices lie in the blocks that give out rows: in the order in which they get them, whole warps after another.
 
-    ``area``: counts of each warp and expert, then of the blocks before and of all blocks, for each expert.
+    ``area``: counts of each warp and expert, then of the blocks before and of all blocks, for each expert; in shared
+    memory, the choices as well, an expert and a place for each.
     """
 
     blocks: int
@@ -52,7 +53,7 @@ class PositionsShape(NamedTuple):
 
     @property
     def shared_bytes(self) -> int:
-        return 4 * self.area if self.staged else 0
+        return 4 * (self.area + 2 * self.threads // 32 * self.warp_choices) if self.staged else 0
 
     @property
     def counts(self) -> tuple[int, int, int]:
@@ -71,22 +72,18 @@ def positions_shape(
     """For ``choices`` choices a token."""
     total = tokens * choices
     blocks = 1 if total <= _ONE_BLOCK else min(multiprocessors, -(-total // POSITIONS_BLOCK))
-    warps = min(max(-(-total // (32 * blocks)), -(-experts // _EXPERTS_A_WARP)), POSITIONS_BLOCK // 32)
-    most = most_shared_bytes(capability) - _STATIC_BYTES
-    staged = 4 * (warps + 2) * experts <= most
-    if not staged:
-        warps = min(warps, UNSTAGED_BLOCK // 32, max(_MOST_AREA // experts - 2, 1))
-        blocks = min(blocks, max(_MOST_AREA // ((warps + 2) * experts), 1))
-        staged = 4 * (warps + 2) * experts <= most
-    warps_in_all = warps * blocks
-    return PositionsShape(
-        blocks,
-        32 * warps,
-        32 * -(-total // (32 * warps_in_all)),
-        32 * -(-tokens // (32 * warps_in_all)),
-        experts,
-        staged,
-    )
+    warps = min(max(-(-total // (32 * blocks)), 1), POSITIONS_BLOCK // 32)
+
+    def shape(staged: bool) -> PositionsShape:
+        groups, tokens_left = 32 * warps * blocks, -(-tokens // (32 * warps * blocks))
+        return PositionsShape(blocks, 32 * warps, 32 * -(-total // groups), 32 * tokens_left, experts, staged)
+
+    staged = shape(True)
+    if staged.shared_bytes + _STATIC_BYTES <= most_shared_bytes(capability):
+        return staged
+    warps = min(warps, UNSTAGED_BLOCK // 32, max(_MOST_AREA // experts - 2, 1))
+    blocks = min(blocks, max(_MOST_AREA // ((warps + 2) * experts), 1))
+    return shape(False)
 
 
 class RowPieces(NamedTuple):

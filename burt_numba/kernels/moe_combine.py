@@ -16,7 +16,7 @@ from burt_numba.device.events import DIM_MISMATCH, record_bad_elements, record_e
 from burt_numba.device.experts import OUT_OF_RANGE, SKIPPED, finite_weight
 from burt_numba.device.numeric import FLOAT32_MAX, opaque, whole_quotient
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
-from burt_numba.device.vector import load_vector, store_vector, unpack_vectors
+from burt_numba.device.vector import element_at, load_vector, store_vector, unpack_vectors
 from burt_numba.device.warp import any_lane, group_mask
 from burt_numba.moe_launches import COMBINE_DEPTH, COMBINE_ROWS
 
@@ -26,15 +26,25 @@ _HALF_MAX = np.float32(65519.996)
 
 
 @cuda.jit(device=True)
-def _row_of(indices, place, choice, experts, capacity):
-    """(expert, position) of a choice; SKIPPED where it was not placed, OUT_OF_RANGE where there is no such row."""
+def _entry(indices, place, choice):
+    """(expert, position) as they are in the array."""
     start, choice_stride, pair_stride = place
     offset = start + choice * choice_stride
-    expert = np.int64(indices[offset])
-    position = np.int64(indices[offset + pair_stride])
+    return np.int64(element_at(indices, offset)), np.int64(element_at(indices, offset + pair_stride))
+
+
+@cuda.jit(device=True)
+def _checked(expert, position, experts, capacity):
+    """The expert; SKIPPED where the choice was not placed, OUT_OF_RANGE where there is no such row."""
     if expert >= 0 and expert < experts and position >= 0 and position < capacity:
-        return expert, position
-    return np.int64(SKIPPED if expert == -1 and position == -1 else OUT_OF_RANGE), position
+        return expert
+    return np.int64(SKIPPED if expert == -1 and position == -1 else OUT_OF_RANGE)
+
+
+@cuda.jit(device=True)
+def _row_of(indices, place, choice, experts, capacity):
+    expert, position = _entry(indices, place, choice)
+    return _checked(expert, position, experts, capacity), position
 
 
 @cuda.jit(device=True)
@@ -68,9 +78,18 @@ def combine_kernel(vector: int, half: int):
     """The kernel for accesses of ``vector`` elements, of float16 or of float32."""
     elements = COMBINE_DEPTH * vector
     row_elements = COMBINE_ROWS * elements
+    entry_cells = 2 * COMBINE_ROWS
     load, store = load_vector(vector), store_vector(vector)
     unpack = unpack_vectors(vector, COMBINE_ROWS * COMBINE_DEPTH)
     limit = _HALF_MAX if half else FLOAT32_MAX
+
+    @cuda.jit(device=True)
+    def read_entries(indices, place, start, choices, entries):
+        """Where the rows of some choices are, all on their way together; SKIPPED beyond the last."""
+        for row in range(COMBINE_ROWS):
+            entries[2 * row], entries[2 * row + 1] = np.int64(SKIPPED), np.int64(SKIPPED)
+            if start + row < choices:
+                entries[2 * row], entries[2 * row + 1] = _entry(indices, place, start + row)
 
     @cuda.jit(device=True)
     def flat_place(bits, flat, step_columns):
@@ -107,6 +126,7 @@ def combine_kernel(vector: int, half: int):
     ):
         words = cuda.local.array(row_elements, np.uint32)
         values = cuda.local.array(row_elements, np.float32)
+        entries = cuda.local.array(entry_cells, np.int64)
         shares = cuda.local.array(COMBINE_ROWS, np.float32)
         sums = cuda.local.array(elements, np.float32)
         source = array_at(expert_outputs)
@@ -134,33 +154,37 @@ def combine_kernel(vector: int, half: int):
                 )
             bad = False
             bad_entries = False
+            read_entries(indices, place, 0, choices, entries)
             for start in range(0, choices, COMBINE_ROWS):
                 for row in range(COMBINE_ROWS):
                     shares[row] = _ZERO
                     for word in range(row * elements, (row + 1) * elements):
                         words[word] = np.uint32(0)
-                    if start + row < choices:
-                        expert, position = _row_of(indices, place, start + row, experts, capacity)
-                        if expert == OUT_OF_RANGE:
-                            bad_entries = True
-                        if expert >= 0:
-                            weight = np.float32(weights[weights_start + (start + row) * weights_choice_stride])
-                            if not_finite(weight):
-                                bad_entries = True
-                                weight = _ZERO
-                            if renormalize:
-                                weight = np.float32(weight * factor)
-                            shares[row] = weight
-                            offset = source_origin + expert * expert_stride + position * row_stride
-                            offset += first * column_stride
-                            for step in range(COMBINE_DEPTH):
-                                if np.int32(step * step_columns) < left:
-                                    load(
-                                        source,
-                                        offset + np.int64(step * step_columns) * column_stride,
-                                        words,
-                                        row * elements + step * vector,
-                                    )
+                    position = entries[2 * row + 1]
+                    expert = _checked(entries[2 * row], position, experts, capacity)
+                    if expert == OUT_OF_RANGE:
+                        bad_entries = True
+                    if expert >= 0:
+                        weight_place = weights_start + (start + row) * weights_choice_stride
+                        shares[row] = np.float32(element_at(weights, weight_place))
+                        offset = source_origin + expert * expert_stride + position * row_stride
+                        offset += first * column_stride
+                        for step in range(COMBINE_DEPTH):
+                            if np.int32(step * step_columns) < left:
+                                load(
+                                    source,
+                                    offset + np.int64(step * step_columns) * column_stride,
+                                    words,
+                                    row * elements + step * vector,
+                                )
+                # The next ones are on their way with the rows.
+                read_entries(indices, place, start + COMBINE_ROWS, choices, entries)
+                for row in range(COMBINE_ROWS):
+                    if not_finite(shares[row]):
+                        bad_entries = True
+                        shares[row] = _ZERO
+                    if renormalize:
+                        shares[row] = np.float32(shares[row] * factor)
                 unpack(source, words, values)
                 for row in range(COMBINE_ROWS):
                     for element in range(elements):

@@ -93,6 +93,10 @@ def copy_kernel(vector: int, half: int):
                 store(expert_inputs, row + step * step_columns, words, step * vector)
 
     @cuda.jit(device=True)
+    def read_row(dispatch_indices, cell):
+        return element_at(dispatch_indices, cell), element_at(dispatch_indices, cell + 1)
+
+    @cuda.jit(device=True)
     def clean_piece(step_columns, left, words):
         """What is not finite becomes 0; says whether something was not."""
         bad = False
@@ -182,9 +186,14 @@ def copy_kernel(vector: int, half: int):
                 bad = clean_piece(step_columns, left, words)
                 is_placed = False
                 place = np.int64(token) * choices * 2
+                next_expert, next_position = np.int32(-1), np.int32(0)
+                if choices > 0:
+                    next_expert, next_position = read_row(dispatch_indices, place)
                 for choice in range(choices):
-                    expert = element_at(dispatch_indices, place + 2 * choice)
-                    position = element_at(dispatch_indices, place + 2 * choice + 1)
+                    expert, position = next_expert, next_position
+                    if choice + 1 < choices:
+                        # On its way while the tokens go to the row before.
+                        next_expert, next_position = read_row(dispatch_indices, place + 2 * (choice + 1))
                     if expert >= 0:
                         is_placed = True
                         row = (np.int64(expert) * capacity + position) * columns + first

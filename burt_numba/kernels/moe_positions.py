@@ -5,8 +5,9 @@
     row of a choice         choices of its expert before it: in blocks before, in warps before, and in its own warp
 
     area of a block         counts of warp 0 | of warp 1 | ... | of the blocks before | of all   (a cell an expert)
+                            | expert and place of each choice of warp 0 | of warp 1 | ...
 
-Choices are first counted, with their places among those of the warp left in the output; then all blocks meet, and what
+Choices are first counted, with their places among those of the warp left in the area; then all blocks meet, and what
 others have counted is added. Where some expert was full, tokens that got no row are looked for in the same way, in
 token order, and get the rows that expert 0 has left.
 """
@@ -45,9 +46,9 @@ _chosen_expert, _first_choice = choice_rules(element_at)
 
 
 @cuda.jit(device=True)
-def _set_row(dispatch_indices, place, expert, position):
-    set_element(dispatch_indices, 2 * place, expert)
-    set_element(dispatch_indices, 2 * place + 1, position)
+def _set_row(rows, cell, expert, position):
+    set_element(rows, cell, expert)
+    set_element(rows, cell + 1, position)
 
 
 @cuda.jit(device=True)
@@ -131,7 +132,13 @@ def _choice_without_room(token, indices, index_place, dispatch_indices, choices,
 
 @cache
 def positions_kernel(staged: int):
-    """The kernel. ``staged``: the area of a block is in dynamic shared memory, else in the workspace."""
+    """The kernel. ``staged``: the area of a block is in dynamic shared memory.
+
+    Else it is in the workspace, but for the choices, which wait in the output.
+    """
+
+    # Cells of shared memory are few.
+    cell_type = np.int32 if staged else np.int64
 
     @cuda.jit
     def moe_positions_kernel(
@@ -172,17 +179,18 @@ def positions_kernel(staged: int):
         lane = np.int32(thread & 31)
         warp = np.int32(thread >> 5)
         warps = np.int32(threads >> 5)
-        start = np.int64(0)
+        start = cell_type(0)
         if not staged:
             area = array_at(areas)
             start = np.int64(block) * (warps + 2) * experts
-        own = start + np.int64(warp) * experts
-        before_place = start + np.int64(warps) * experts
-        total_place = before_place + experts
-        cell = start + thread
+        own = cell_type(start + cell_type(warp) * experts)
+        before_place = cell_type(start + cell_type(warps) * experts)
+        total_place = cell_type(before_place + experts)
+        waiting = np.int32(total_place + experts + 2 * warp * warp_choices)
+        cell = cell_type(start + thread)
         while cell < total_place + experts:
             set_element(area, cell, np.int32(0))
-            cell += threads
+            cell = cell_type(cell + threads)
         cuda.syncthreads()  # all counts are zero
 
         index_place = (index_origin, index_stride, index_choice_stride)
@@ -220,7 +228,11 @@ def positions_kernel(staged: int):
                     record_event(errors, DIM_MISMATCH, count, lowest)
             if group + lane < last:
                 # Its place among those of the warp, until those before are known.
-                _set_row(dispatch_indices, place, expert, np.int32(before + count_lanes_before(alike)))
+                before = np.int32(before + count_lanes_before(alike))
+                if staged:
+                    _set_row(area, waiting + 2 * (group - first + lane), expert, before)
+                else:
+                    _set_row(dispatch_indices, 2 * place, expert, before)
         cuda.syncthreads()  # the warps have counted
 
         expert = thread
@@ -241,17 +253,16 @@ def positions_kernel(staged: int):
         for group in range(first, last, 32):
             if group + lane < last:
                 place = np.int64(token) * choices + choice
-                expert = element_at(dispatch_indices, 2 * place)
-                position = _NONE
+                rows, cell = dispatch_indices, 2 * place
+                if staged:
+                    rows, cell = area, waiting + 2 * (group - first + lane)
+                expert, position = element_at(rows, cell), element_at(rows, cell + 1)
                 if expert >= 0:
-                    position = element_at(dispatch_indices, 2 * place + 1)
-                    position = np.int32(
-                        position + element_at(area, own + expert) + element_at(area, before_place + expert)
-                    )
-                if position >= 0 and position < capacity:
-                    set_element(dispatch_indices, 2 * place + 1, position)
-                else:
-                    _set_row(dispatch_indices, place, SKIPPED, _NONE)
+                    before = element_at(area, own + expert) + element_at(area, before_place + expert)
+                    position = np.int32(position + before)
+                if expert < 0 or position >= capacity:
+                    expert, position = SKIPPED, _NONE
+                _set_row(dispatch_indices, 2 * place, expert, position)
             token, choice = _later_choice(token, choice, tokens)
 
         is_full = np.int32(0)
@@ -283,7 +294,8 @@ def positions_kernel(staged: int):
                     before = np.int32(before + count_lanes(without))
                     if turn == 1 and choice >= 0:
                         if position < capacity:
-                            _set_row(dispatch_indices, np.int64(token) * choices + choice, np.int32(0), position)
+                            place = np.int64(token) * choices + choice
+                            _set_row(dispatch_indices, 2 * place, np.int32(0), position)
                         elif position == capacity:
                             # The first that is dropped, on behalf of all.
                             record_event(errors, CAPACITY_FULL, own_rows + found - capacity, token)
