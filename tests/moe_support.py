@@ -1,5 +1,6 @@
 """What the tests of the mixture of experts share: routings, guarded calls, and what every result must keep."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
@@ -126,8 +127,10 @@ def on_host(result, errors):
 
 
 def on_target(dispatched):
-    """A result as sparse_moe_combine takes it."""
-    return burt_numba.MoeDispatch(*map(to_target, dispatched[:4]))
+    """Places and weights as sparse_moe_combine takes them."""
+    return SimpleNamespace(
+        dispatch_indices=to_target(dispatched.dispatch_indices), combine_weights=to_target(dispatched.combine_weights)
+    )
 
 
 def expected_dispatch(routing, capacity=None):
@@ -262,7 +265,7 @@ def assert_combined(outcome, expert_outputs, dispatched, renormalize=False):
     if renormalize:
         total = weights.sum(axis=1, keepdims=True)
         weights = np.divide(weights, total, out=weights, where=total != 0)
-    magnitudes = dispatched._replace(combine_weights=np.abs(weights))
+    magnitudes = SimpleNamespace(dispatch_indices=dispatched.dispatch_indices, combine_weights=np.abs(weights))
     terms = reference.sparse_moe_combine(np.abs(expert_outputs), magnitudes).output
     assert outcome.out.dtype == expert_outputs.dtype and np.isfinite(outcome.out).all()
     error = np.linalg.norm(outcome.out - expected.output, axis=1)

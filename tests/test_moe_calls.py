@@ -310,6 +310,19 @@ def torch_or_cupy(module, array):
     return module.asarray(array) if module.__name__ == "cupy" else module.from_numpy(array).cuda()
 
 
+@pytest.mark.gpu_only("in the simulator all arrays are in host memory")
+@pytest.mark.parametrize("name", Routing._fields[1:])
+def test_refuses_arrays_in_several_places(name):
+    arrays = [
+        getattr(ROUTING, field) if field == name else cuda.to_device(getattr(ROUTING, field))
+        for field in Routing._fields
+    ]
+    with pytest.raises(
+        burt_numba.BurtDimensionError, match=f"^sparse_moe_dispatch: {name}: expected all arrays in one"
+    ):
+        burt_numba.sparse_moe_dispatch(*arrays)
+
+
 def test_given_host_buffers_are_written():
     """NumPy arrays are copied to a GPU and back: what is not written must come back as it was."""
     outputs = output_contents(ROUTING, 6)

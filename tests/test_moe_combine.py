@@ -1,5 +1,7 @@
 """sparse_moe_combine against its reference and its contract: sizes, weights, round trips, degradations."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -246,6 +248,33 @@ def test_sums_that_their_type_cannot_hold_are_zero_and_recorded(d, dtype, most):
         outcome = run_combine(outputs, dispatched._replace(dispatch_indices=places))
         assert np.array_equal(outcome.out, wanted)
         assert (outcome.counts, outcome.first) == ({2: len(columns)}, (columns[0], 2))
+
+
+@st.composite
+def any_dispatches(draw):
+    """Each row belongs to one choice at most; among the choices are ones without a row, and ones that name none."""
+    T, k, experts, capacity, d = (
+        draw(st.integers(low, high)) for low, high in ((0, 6), (1, 4), (1, 4), (0, 5), (1, 9))
+    )
+    random = np.random.default_rng(draw(st.integers(0, 999)))
+    rows = [(e, p) for e in range(experts) for p in range(capacity)]
+    others = [(-1, -1), (-1, -1), (experts, 0), (0, capacity), (-2, 0), (0, -1)]
+    # Twice as many others as there are choices, so that few rows do not run out.
+    pool = [*random.permutation(np.array(rows).reshape(-1, 2)), *(others[i % 6] for i in range(2 * T * k))]
+    order = random.permutation(len(pool))[: T * k]
+    places = np.array([pool[i] for i in order], np.int32).reshape(T, k, 2)
+    dtype = draw(st.sampled_from([np.float32, np.float16]))
+    outputs = normal((experts, capacity, d), dtype=dtype, seed=draw(st.integers(0, 99)))
+    weights = random.uniform(0.1, 1, (T, k)).astype(draw(st.sampled_from([np.float32, np.float16])))
+    if draw(st.booleans()):
+        for array in (outputs, weights):
+            array[random.random(array.shape) < 0.2] = draw(st.sampled_from([np.nan, np.inf, -np.inf]))
+    return outputs, SimpleNamespace(dispatch_indices=places, combine_weights=weights)
+
+
+@given(any_dispatches(), st.booleans())
+def test_contract_holds_for_anything(given, renormalize):
+    check_combine(*given, renormalize)
 
 
 # A deliberately wrong operation must fail at the same limits ---------------------------------------------------------

@@ -99,6 +99,25 @@ def test_refuses_shapes(name, shape, expected):
     refused(BurtDimensionError, name, contains=[expected, str(shape)], **{name: wrong})
 
 
+@pytest.mark.parametrize(
+    ("T", "d", "experts", "k", "name", "what"),
+    [
+        (2**29 + 1, 1, 1, 2, "top_k_indices", "T and T k"),
+        (2**30 + 1, 1, 1, 0, "top_k_indices", "T and T k"),
+        (0, 1, 2**31, 1, "routing_weights", "E"),
+        (0, 2**31, 1, 1, "input", "d"),
+    ],
+)
+def test_refuses_sizes_beyond_32_bits(T, d, experts, k, name, what):
+    """Of memory that is never touched: one element for all."""
+    arrays = [
+        np.broadcast_to(np.zeros((1, 1), dtype), shape)
+        for dtype, shape in ((np.float32, (T, d)), (np.float32, (T, experts)), (np.int32, (T, k)))
+    ]
+    with pytest.raises(BurtDimensionError, match=f"^sparse_moe_dispatch: {name}: expected {what} of at most "):
+        burt_numba.sparse_moe_dispatch(*arrays, 1)
+
+
 @pytest.mark.parametrize("capacity", [-1, -(2**40)])
 def test_refuses_negative_capacities(capacity):
     """expert_capacity < 0: deepspeedai/DeepSpeed#8155."""
