@@ -64,7 +64,7 @@ _WORK, _COUNTERS, _BARRIERS = len(_NAMES), len(_NAMES) + 2, len(_NAMES) + 3
 _COMBINE_NAMES = ("expert_outputs", "dispatch_indices", "combine_weights", "out")
 _OUTPUTS, _PLACES, _SHARES, _OUT = range(len(_COMBINE_NAMES))
 _INTEGERS = ("int32", "int64")
-_MOST_CHOICES = 1 << 30
+_MOST_CHOICES = (1 << 30) - 1
 _MOST_SIZE = (1 << 31) - (1 << 16)
 """Of E and d: a few more are 32-bit numbers in the kernels too."""
 
@@ -472,7 +472,7 @@ def _require_axes(name: str, label: str, array: Description, axes: str) -> None:
 def _check_sizes(name: str, labels: tuple[str, str, str], sizes: _Sizes) -> None:
     """``labels``: the arguments that T and k, E, and d come from."""
     wanted = (
-        ("T and T k", sizes.tokens * max(sizes.choices, 1), _MOST_CHOICES),
+        ("T k", sizes.tokens * max(sizes.choices, 1), _MOST_CHOICES),
         ("E", sizes.experts, _MOST_SIZE),
         ("d", sizes.columns, _MOST_SIZE),
     )

@@ -8,6 +8,7 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.device.events import INF_INPUT, NAN_INPUT, record_event
+from burt_numba.device.numeric import opaque
 from burt_numba.device.rows import not_finite
 
 SKIPPED, OUT_OF_RANGE = np.int32(-1), np.int32(-2)
@@ -28,11 +29,13 @@ def choice_rules(read):
         if index < 0 or index >= experts:
             return SKIPPED if index == _PADDING else OUT_OF_RANGE
         repeated = False
-        for _earlier in range(choice):
-            # Without an early end, so that the loads do not wait for each other.
+        earlier = np.int32(0)
+        while earlier < choice:
             if np.int64(read(indices, place)) == index:
                 repeated = True
             place += stride
+            # Unrolled, the loop would take more registers than all else in a kernel.
+            earlier = opaque(np.int32(earlier + 1))
         return SKIPPED if repeated else np.int32(index)
 
     @cuda.jit(device=True)
