@@ -472,7 +472,7 @@ def _require_axes(name: str, label: str, array: Description, axes: str) -> None:
 def _check_sizes(name: str, labels: tuple[str, str, str], sizes: _Sizes) -> None:
     """``labels``: the arguments that T and k, E, and d come from."""
     wanted = (
-        ("T k", sizes.tokens * max(sizes.choices, 1), _MOST_CHOICES),
+        ("T and T k", sizes.tokens * max(sizes.choices, 1), _MOST_CHOICES),
         ("E", sizes.experts, _MOST_SIZE),
         ("d", sizes.columns, _MOST_SIZE),
     )
