@@ -21,7 +21,7 @@ from burt_numba.host.checks import (
     require_shape,
 )
 from burt_numba.host.compiling import KernelSpec, compute_capability, multiprocessors
-from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
+from burt_numba.host.errors import BurtDimensionError, BurtSharedMemoryError, ErrorBuffer
 from burt_numba.host.launching import TYPE_CODES, Array, Errors, Launch, Number, bare
 from burt_numba.host.operation import Answer, Operation, Request, Result
 from burt_numba.host.plans import (
@@ -46,7 +46,7 @@ from burt_numba.moe_launches import (
     positions_shape,
 )
 from burt_numba.softmax_launches import StridedRows, vector_columns
-from burt_numba.target import COUNTER_STRIDE, DOCUMENTED_MOE_THREADS
+from burt_numba.target import COUNTER_STRIDE, DOCUMENTED_MOE_THREADS, most_shared_bytes
 from burt_numba.validation import finite_check_launch
 
 _DISPATCH, _COMBINE = "sparse_moe_dispatch", "sparse_moe_combine"
@@ -157,6 +157,8 @@ def sparse_moe_dispatch(
         An argument of the wrong type.
     BurtDimensionError
         A shape, layout or value that does not fit; no expert.
+    BurtSharedMemoryError
+        More choices a token than shared memory holds, where ``deterministic=False``.
 
     Warns
     -----
@@ -412,7 +414,13 @@ def _documented_launch(sizes: _Sizes, request: Request) -> Launch:
         Array(_COUNTERS, "i8", (2,)),
         Errors(),
     )
-    return Launch(_documented(), *_documented_geometry(tokens, choices, columns)[:2], arguments, 8 * choices)
+    grid, threads, shared_bytes = _documented_geometry(tokens, choices, columns)
+    most = most_shared_bytes(compute_capability(request.device)) - 16
+    if shared_bytes > most:
+        raise BurtSharedMemoryError(
+            f"{_DISPATCH}: top_k_indices: expected k of at most {most // 8} where deterministic=False, got {choices}"
+        )
+    return Launch(_documented(), grid, threads, arguments, shared_bytes)
 
 
 def _documented_geometry(tokens: int, choices: int, columns: int) -> tuple[tuple[int, int], int, int]:
