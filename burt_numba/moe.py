@@ -65,6 +65,7 @@ _COMBINE_NAMES = ("expert_outputs", "dispatch_indices", "combine_weights", "out"
 _OUTPUTS, _PLACES, _SHARES, _OUT = range(len(_COMBINE_NAMES))
 _INTEGERS = ("int32", "int64")
 _MOST_CHOICES = (1 << 30) - 1
+_DOCUMENTED_STATIC_BYTES = 16
 _MOST_SIZE = (1 << 31) - (1 << 16)
 """Of E and d: a few more are 32-bit numbers in the kernels too."""
 
@@ -415,7 +416,7 @@ def _documented_launch(sizes: _Sizes, request: Request) -> Launch:
         Errors(),
     )
     grid, threads, shared_bytes = _documented_geometry(tokens, choices, columns)
-    most = most_shared_bytes(compute_capability(request.device)) - 16
+    most = most_shared_bytes(compute_capability(request.device)) - _DOCUMENTED_STATIC_BYTES
     if shared_bytes > most:
         raise BurtSharedMemoryError(
             f"{_DISPATCH}: top_k_indices: expected k of at most {most // 8} where deterministic=False, got {choices}"
