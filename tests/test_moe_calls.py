@@ -431,8 +431,9 @@ def test_validate_output_changes_nothing_that_is_right(deterministic):
     plain, validated = (
         call_dispatch(ROUTING, 4, deterministic=deterministic, validate_output=again) for again in (False, True)
     )
-    assert plain.counts == validated.counts
     if deterministic:
+        # Else a token may be dropped in one run and not in another.
+        assert plain.counts == validated.counts
         assert same_results(plain, validated)
     outputs = np.nan_to_num(plain.expert_inputs)
     plain, validated = (run_combine(outputs, validated, validate_output=again) for again in (False, True))
