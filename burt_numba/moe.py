@@ -39,7 +39,6 @@ from burt_numba.moe_launches import (
     COPY_BLOCK,
     COPY_DEPTH,
     POSITIONS_BLOCK,
-    UNSTAGED_BLOCK,
     ClearedParts,
     PositionsShape,
     RowPieces,
@@ -276,7 +275,7 @@ def _positions_kernel(staged: bool) -> KernelSpec:
 
         return positions_kernel(*constants)
 
-    return KernelSpec("moe_positions", build, (int(staged),), (POSITIONS_BLOCK if staged else UNSTAGED_BLOCK, 1))
+    return KernelSpec("moe_positions", build, (int(staged),), (POSITIONS_BLOCK, 1))
 
 
 def _copy_kernel(vector: int, dtype: str) -> KernelSpec:
@@ -294,7 +293,7 @@ def _combine_kernel(vector: int, dtype: str) -> KernelSpec:
 
         return combine_kernel(*constants)
 
-    return KernelSpec("moe_combine", build, (vector, int(dtype == "f2")), (COMBINE_BLOCK, 3 if vector > 1 else 4))
+    return KernelSpec("moe_combine", build, (vector, int(dtype == "f2")), (COMBINE_BLOCK, 2))
 
 
 def _documented() -> KernelSpec:

@@ -6,12 +6,10 @@ from typing import NamedTuple
 
 from burt_numba.target import COUNTER_STRIDE, most_shared_bytes
 
-POSITIONS_BLOCK = 1024
-"""Threads of a block that gives out rows, at most."""
-UNSTAGED_BLOCK = 512
-"""Where counts are in the workspace, which takes registers."""
-_ONE_BLOCK = 4096
-"""Choices up to which one block is faster than several that meet."""
+POSITIONS_BLOCK = 512
+"""Threads of a block that gives out rows, at most, and the choices for which there is one."""
+_ONE_BLOCK = 1024
+"""Choices up to which one block is as fast as several that meet."""
 _EXPERTS_A_WARP = 256
 """Experts whose counts a warp adds up, where there are few choices."""
 _MOST_AREA = 1 << 24
@@ -21,7 +19,7 @@ COPY_BLOCK = 256
 COPY_DEPTH = 4
 """Vectors of a token that a lane has in flight."""
 COMBINE_BLOCK = 256
-COMBINE_DEPTH = 2
+COMBINE_DEPTH = 4
 COMBINE_ROWS = 2
 """Rows of a token, and vectors of each, that a lane has in flight."""
 CLEAR_VECTORS = 16
@@ -72,7 +70,7 @@ def positions_shape(
     """For ``choices`` choices a token."""
     total = tokens * choices
     blocks = 1 if total <= _ONE_BLOCK else min(multiprocessors, -(-total // POSITIONS_BLOCK))
-    warps = min(max(-(-total // (32 * blocks)), 1), POSITIONS_BLOCK // 32)
+    warps = min(max(-(-total // (32 * blocks)), -(-experts // _EXPERTS_A_WARP)), POSITIONS_BLOCK // 32)
 
     def shape(staged: bool) -> PositionsShape:
         groups, tokens_left = 32 * warps * blocks, -(-tokens // (32 * warps * blocks))
@@ -81,7 +79,7 @@ def positions_shape(
     staged = shape(True)
     if staged.shared_bytes + _STATIC_BYTES <= most_shared_bytes(capability):
         return staged
-    warps = min(warps, UNSTAGED_BLOCK // 32, max(_MOST_AREA // experts - 2, 1))
+    warps = min(warps, max(_MOST_AREA // experts - 2, 1))
     blocks = min(blocks, max(_MOST_AREA // ((warps + 2) * experts), 1))
     return shape(False)
 

@@ -192,14 +192,14 @@ def combine_kernel(vector: int, half: int):
                         if not_finite(value):
                             bad = True
                         sums[element] += shares[row] * finite_or_zero(value)
-            nans = np.int32(0)
-            infinities = np.int32(0)
+            nans = np.int64(0)
+            infinities = np.int64(0)
             for element in range(elements):
                 if not (abs(sums[element]) <= limit):
                     if sums[element] == sums[element]:
-                        infinities |= np.int32(1 << element)
+                        infinities |= np.int64(1) << element
                     else:
-                        nans |= np.int32(1 << element)
+                        nans |= np.int64(1) << element
                     sums[element] = _ZERO
             flat = np.int64(token) * columns + first
             result = array_at(out)
