@@ -57,6 +57,7 @@ def tiles_kernel(left, right, row_pitch, place_pitch, results):
     first_rest = cuda.local.array(8, np.float32)
     second = cuda.local.array(2, np.float32)
     second_rest = cuda.local.array(2, np.float32)
+    step_sums = cuda.local.array(4, np.float32)
     sums = cuda.local.array(tiles.PRODUCTS, np.float32)
     words = cuda.local.array(4, np.uint32)
     values = cuda.local.array(4, np.float32)
@@ -79,7 +80,7 @@ def tiles_kernel(left, right, row_pitch, place_pitch, results):
         cuda.syncwarp()
         tiles.multiply_tiles(
             staged, tile, tile + tiles.TILE, row_pitch, place_pitch, np.int32(places - start),
-            (first, first_rest, second, second_rest, sums),
+            (first, first_rest, second, second_rest, step_sums, sums),
         )  # fmt: skip
         start = np.int32(start + tiles.WARPS * tiles.DEPTH)
     tiles.leave_products(staged, warp, sums)

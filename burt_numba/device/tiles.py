@@ -46,7 +46,7 @@ def multiply_tiles(tiles, first_tile, second_tile, row_pitch, place_pitch, left,
 
     What is staged beyond the last place is zero. On tensor cores, products of float32 numbers as sums of three.
     """
-    first, first_low, second, second_low, sums = buffers
+    first, first_low, second, second_low, step_sums, sums = buffers
     group, turn = np.int32(cuda.laneid >> 2), np.int32(cuda.laneid & 3)
     first_cell = np.int32(first_tile + group * row_pitch)
     second_cell = second_tile
@@ -66,10 +66,14 @@ def multiply_tiles(tiles, first_tile, second_tile, row_pitch, place_pitch, left,
                     second[cell] = element_at(tiles, second_cell + column * row_pitch + cell * 4 * place_pitch)
                     split(second, second, second_low, cell)
                 for half in range(2):
-                    product = half * 16 + column // 2
-                    multiply_add(first_low, half * 4, second, 0, sums, product)
-                    multiply_add(first, half * 4, second_low, 0, sums, product)
-                    multiply_add(first, half * 4, second, 0, sums, product)
+                    # A tensor core cuts what float32 would round: over many steps that would add up.
+                    for cell in range(4):
+                        step_sums[cell] = _ZERO
+                    multiply_add(first_low, half * 4, second, 0, step_sums, 0)
+                    multiply_add(first, half * 4, second_low, 0, step_sums, 0)
+                    multiply_add(first, half * 4, second, 0, step_sums, 0)
+                    for cell in range(4):
+                        sums[half * 16 + column // 2 + cell] += step_sums[cell]
             first_cell = np.int32(first_cell + _STEP * place_pitch)
             second_cell = np.int32(second_cell + _STEP * place_pitch)
             place = np.int32(place + _STEP)

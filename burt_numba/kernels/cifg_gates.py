@@ -196,6 +196,14 @@ def gates_kernel(vector: int, is_shared: bool):
     rows_a_part = 32 * vector // DEPTH
 
     @cuda.jit(device=True)
+    def tile_of(block, split, columns):
+        """(tile, its first sample, its first column) of a block."""
+        tile = whole_quotient(block, split)
+        tiles_down = np.int32((columns + GATE_COLUMNS - 1) >> 5)
+        tile_x = whole_quotient(tile, tiles_down)
+        return tile, np.int32(tile_x * GATE_SAMPLES), np.int32((tile - tile_x * tiles_down) * GATE_COLUMNS)
+
+    @cuda.jit(device=True)
     def load_stretch(first, first_place, first_columns, second, second_place, width, row, rows, start, words):
         """A lane's cells of 16 columns of 32 rows: of ``first`` up to its columns, then of ``second``; 0 elsewhere."""
         origin, stride0, stride1 = first_place
@@ -321,7 +329,8 @@ def gates_kernel(vector: int, is_shared: bool):
         first_rest = cuda.local.array(8, np.float32)
         second_values = cuda.local.array(2, np.float32)
         second_rest = cuda.local.array(2, np.float32)
-        product_buffers = (first_values, first_rest, second_values, second_rest, sums)
+        step_sums = cuda.local.array(4, np.float32)
+        product_buffers = (first_values, first_rest, second_values, second_rest, step_sums, sums)
         hidden_place = (hidden_origin, hidden_stride0, hidden_stride1)
         inputs_place = (inputs_origin, inputs_stride0, inputs_stride1)
         weights_place = (weights_origin, weights_stride0, weights_stride1)
@@ -334,12 +343,8 @@ def gates_kernel(vector: int, is_shared: bool):
         else:
             thread = np.int32(cuda.threadIdx.x)
             warp = np.int32(thread >> 5)
-            tile = whole_quotient(block, split)
+            tile, first_sample, first_column = tile_of(block, split, columns)
             part = np.int32(block - tile * split)
-            tiles_down = np.int32((columns + GATE_COLUMNS - 1) >> 5)
-            tile_x = whole_quotient(tile, tiles_down)
-            first_sample = np.int32(tile_x * GATE_SAMPLES)
-            first_column = np.int32((tile - tile_x * tiles_down) * GATE_COLUMNS)
             sample_tile = np.int32(warp * 2 * TILE)
             weight_tile = np.int32(sample_tile + TILE)
             own_row = np.int32(cuda.laneid * vector >> 4)
@@ -353,6 +358,11 @@ def gates_kernel(vector: int, is_shared: bool):
             for product in range(PRODUCTS):
                 sums[product] = _ZERO
             start = np.int32((part * WARPS + warp) * DEPTH)
+            following = np.int32(start + step)
+            if following < width and first_column + cuda.laneid < columns:
+                # W_f may be far away, and as a rule is read once.
+                row = np.int64(first_column + cuda.laneid)
+                prefetch_line(weights, weights_origin + row * weights_stride0 + following * weights_stride1)
             load_stretch(
                 hidden, hidden_place, columns, inputs, inputs_place, width, sample_row, samples, start, sample_words
             )
@@ -370,11 +380,6 @@ def gates_kernel(vector: int, is_shared: bool):
                 stage(values, tiles, weight_tile + cell)
                 left = np.int32(width - start)
                 start = np.int32(start + step)
-                following = np.int32(start + step)
-                if following < width and first_column + cuda.laneid < columns:
-                    # W_f may be far away, and as a rule is read once.
-                    row = np.int64(first_column + cuda.laneid)
-                    prefetch_line(weights, weights_origin + row * weights_stride0 + following * weights_stride1)
                 load_stretch(
                     hidden, hidden_place, columns, inputs, inputs_place, width, sample_row, samples, start, sample_words
                 )
@@ -392,7 +397,10 @@ def gates_kernel(vector: int, is_shared: bool):
                 )
                 sync_warp()  # the stretch is staged
                 multiply_tiles(tiles, sample_tile, weight_tile, ROW_PITCH, 1, left, product_buffers)
+            # Once more, rather than kept in registers all along.
+            block = opaque(block)
             leave_products(tiles, warp, sums)
+            tile, first_sample, first_column = tile_of(block, split, columns)
             own = np.int32(4 * thread)
             add_products(tiles, sample_words, values, totals)
             if split > 1:
