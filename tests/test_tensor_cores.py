@@ -7,6 +7,18 @@ from support import to_host, to_target
 from burt_numba.backend import cuda
 from burt_numba.device import tiles
 from burt_numba.device.tensor_cores import multiply_add, split
+from burt_numba.device.tiles import (
+    DEPTH,
+    PLACE_PITCH,
+    PRODUCTS,
+    ROW_PITCH,
+    TILE,
+    TILES,
+    WARPS,
+    add_products,
+    leave_products,
+    multiply_tiles,
+)
 from burt_numba.target import GATE_THREADS
 
 _TRUNCATED = 2.0**-10
@@ -52,39 +64,39 @@ def split_kernel(values, high, low):
 @cuda.jit
 def tiles_kernel(left, right, row_pitch, place_pitch, results):
     """A block's product of 32 x places by 32 x places; warps take 16 places in turn."""
-    staged = cuda.shared.array(tiles.TILES, np.float32, 16)
+    staged = cuda.shared.array(TILES, np.float32, 16)
     first = cuda.local.array(8, np.float32)
     first_rest = cuda.local.array(8, np.float32)
     second = cuda.local.array(2, np.float32)
     second_rest = cuda.local.array(2, np.float32)
     step_sums = cuda.local.array(4, np.float32)
-    sums = cuda.local.array(tiles.PRODUCTS, np.float32)
+    sums = cuda.local.array(PRODUCTS, np.float32)
     words = cuda.local.array(4, np.uint32)
     values = cuda.local.array(4, np.float32)
     totals = cuda.local.array(4, np.float32)
     thread = np.int32(cuda.threadIdx.x)
     warp = np.int32(thread >> 5)
     places = np.int32(left.shape[1])
-    for product in range(tiles.PRODUCTS):
+    for product in range(PRODUCTS):
         sums[product] = np.float32(0.0)
-    start = np.int32(warp * tiles.DEPTH)
-    tile = warp * 2 * tiles.TILE
+    start = np.int32(warp * DEPTH)
+    tile = warp * 2 * TILE
     while start < places:
         cuda.syncwarp()
-        for place in range(tiles.DEPTH):
+        for place in range(DEPTH):
             row = cuda.laneid
             at = row * row_pitch + place * place_pitch
             there = start + place < places
             staged[tile + at] = left[row, start + place] if there else np.float32(0.0)
-            staged[tile + tiles.TILE + at] = right[row, start + place] if there else np.float32(0.0)
+            staged[tile + TILE + at] = right[row, start + place] if there else np.float32(0.0)
         cuda.syncwarp()
-        tiles.multiply_tiles(
-            staged, tile, tile + tiles.TILE, row_pitch, place_pitch, np.int32(places - start),
+        multiply_tiles(
+            staged, tile, tile + TILE, row_pitch, place_pitch, np.int32(places - start),
             (first, first_rest, second, second_rest, step_sums, sums),
         )  # fmt: skip
-        start = np.int32(start + tiles.WARPS * tiles.DEPTH)
-    tiles.leave_products(staged, warp, sums)
-    tiles.add_products(staged, words, values, totals)
+        start = np.int32(start + WARPS * DEPTH)
+    leave_products(staged, warp, sums)
+    add_products(staged, words, values, totals)
     for element in range(4):
         results[thread >> 3, 4 * (thread & 7) + element] = totals[element]
 
@@ -144,7 +156,7 @@ WITHOUT = pytest.mark.simulator_only("only devices without tensor cores compile 
 
 
 @pytest.mark.parametrize("has_tensor_cores", [True, pytest.param(False, marks=WITHOUT)])
-@pytest.mark.parametrize(("row_pitch", "place_pitch"), [(tiles.ROW_PITCH, 1), (1, tiles.PLACE_PITCH)])
+@pytest.mark.parametrize(("row_pitch", "place_pitch"), [(ROW_PITCH, 1), (1, PLACE_PITCH)])
 @pytest.mark.parametrize("places", [1, 7, 8, 9, 16, 17, 130])
 def test_products_of_tiles(monkeypatch, has_tensor_cores, row_pitch, place_pitch, places):
     if not has_tensor_cores:
