@@ -136,10 +136,7 @@ class Operation:
                 raise
             keys.append(key)
             pointers.append(pointer)
-        alignment = 0
-        for place in self._vectors:
-            alignment |= pointers[place]
-        aligned = alignment % VECTOR_BYTES == 0
+        aligned = self._is_aligned(pointers)
         kind = (aligned, validate, options, *keys)
         call = self._calls.get(kind) or self._prepare(kind, operands, options, aligned, validate)
         if call.on_host and not SIMULATED:
@@ -149,7 +146,7 @@ class Operation:
             for place in range(self._first_result, len(operands)):
                 if given[place] is None:
                     pointers[place] = call.family.pointer(operands[place])
-            if aligned and any(pointers[place] % VECTOR_BYTES for place in self._vectors):
+            if aligned and not self._is_aligned(pointers):
                 kind = (False, *kind[1:])
                 call = self._calls.get(kind) or self._prepare(kind, given, options, False, validate)
         if pointers != call.apart:
@@ -168,13 +165,19 @@ class Operation:
                 self.errors.report(cells, stacklevel)
         return self._returned(operands)
 
+    def _is_aligned(self, pointers: Sequence[int]) -> bool:
+        alignment = 0
+        for place in self._vectors:
+            alignment |= pointers[place]
+        return alignment % VECTOR_BYTES == 0
+
     def _with_results(self, call: _Call, operands: tuple[Any, ...]) -> tuple[Any, ...]:
         """The operands, with new arrays for the results that were not given."""
-        results = [
-            call.family.empty(result.shape, result.dtype, call.device) if given is None else given
-            for given, result in zip(operands[self._first_result :], call.results, strict=True)
-        ]
-        return (*operands[: self._first_result], *results)
+        every = list(operands)
+        for place, result in enumerate(call.results, self._first_result):
+            if every[place] is None:
+                every[place] = call.family.empty(result.shape, result.dtype, call.device)
+        return tuple(every)
 
     def _returned(self, operands: tuple[Any, ...]) -> Any:
         results = operands[self._first_result :]
