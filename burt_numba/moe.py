@@ -131,7 +131,8 @@ def sparse_moe_dispatch(
     expert_capacity : int, optional
         Rows of each expert. Default: ceil(2 T k / E).
     deterministic : bool
-        False: rows are taken by atomic counters, in an order of its own on every run. All else is the same.
+        False: rows are taken by atomic counters, in an order of its own on every run. Where an expert is full, which
+        tokens it holds, and so which overflow or are dropped, may change too.
     expert_inputs : array [E, capacity, d] of the type of ``input``, optional
         C-contiguous, as all arrays that are passed in to be written. Rows that hold no token are left as they are; in a
         new array they are zero.
@@ -148,8 +149,8 @@ def sparse_moe_dispatch(
     Returns
     -------
     MoeDispatch
-        What was given, and new arrays of the family of ``input``. Nothing waits for the device: ``num_dropped`` and
-        ``num_overflowed`` are arrays of one element.
+        What was given, and new arrays of the family of ``input``, ``num_dropped`` and ``num_overflowed`` too: with
+        arrays on the device nothing waits for it.
 
     Raises
     ------

@@ -152,7 +152,9 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "--expert-capacity", type=int, default=None, metavar="N", help="rows of each expert, default ceil(2 T k / E)"
     )
     dispatch.add_argument(
-        "--any-order", action="store_true", help="rows by atomic counters, in another order each time"
+        "--any-order",
+        action="store_true",
+        help="rows by atomic counters: their order, and which tokens find room, may change",
     )
     combine = add(
         "sparse_moe_combine",

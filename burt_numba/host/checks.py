@@ -14,7 +14,8 @@ from burt_numba.host.errors import BurtDimensionError
 
 FLOATING = ("float32", "float16")
 
-_CONVERSIONS = {"float64": "array.astype(np.float32), or tensor.float()", "bfloat16": "tensor.float()"}
+_TO_FLOAT = {"float64": "array.astype(np.float32), or tensor.float()", "bfloat16": "tensor.float()"}
+_TO_INTEGER = "array.astype(np.int32), or tensor.int()"
 
 
 def describe(function: str, name: str, array: Any) -> Description:
@@ -34,7 +35,9 @@ def describe(function: str, name: str, array: Any) -> Description:
 def require_dtype(function: str, name: str, array: Description, accepted: Sequence[str]) -> None:
     """TypeError unless the array's type is among those accepted."""
     if array.dtype not in accepted:
-        hint = _CONVERSIONS.get(array.dtype)
+        hint = _TO_FLOAT.get(array.dtype) if "float32" in accepted else None
+        if "int32" in accepted and array.dtype != "bool":
+            hint = _TO_INTEGER
         convert = f" (convert with {hint})" if hint else ""
         raise TypeError(f"{function}: {name}: expected {' or '.join(accepted)}, got {array}{convert}")
 
@@ -78,7 +81,7 @@ def require_count(function: str, name: str, value: Any, lowest: int) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise TypeError(f"{function}: {name}: expected an integer, got {type(value).__name__}") from None
+        raise TypeError(f"{function}: {name}: expected an integer, got {type(value).__name__} {value!r:.60}") from None
     if number < lowest:
         raise BurtDimensionError(f"{function}: {name}: expected an integer of at least {lowest}, got {number}")
     return number
