@@ -69,6 +69,11 @@ _MOST_SIZE = (1 << 31) - (1 << 16)
 """Of E and d: a few more are 32-bit numbers in the kernels too."""
 
 
+_LEAST_PIECE, _MOST_PIECES = 32 * COPY_DEPTH, (1 << 31) - 1
+"""Elements that a warp copies at least, and groups of lanes of a launch."""
+_MOST_ELEMENTS = 1 << 60
+
+
 class _Buffers(NamedTuple):
     expert_inputs: Any
     """[E, capacity, d]: the tokens of each expert."""
@@ -488,6 +493,11 @@ def _check_sizes(name: str, labels: tuple[str, str, str], sizes: _Sizes) -> None
     for label, (what, size, most) in zip(labels, wanted, strict=True):
         if size > most:
             raise BurtDimensionError(f"{name}: {label}: expected {what} of at most {most}, got {size}")
+    pieces = sizes.tokens * -(-sizes.columns // _LEAST_PIECE)
+    if pieces > _MOST_PIECES:
+        raise BurtDimensionError(
+            f"{name}: {labels[2]}: expected T ceil(d / {_LEAST_PIECE}) of at most {_MOST_PIECES}, got {pieces}"
+        )
 
 
 def _check_dispatch(request: Request, given_capacity: int | None) -> _Sizes:
@@ -511,6 +521,11 @@ def _check_dispatch(request: Request, given_capacity: int | None) -> _Sizes:
         raise BurtDimensionError(f"{_DISPATCH}: routing_weights: expected at least 1 expert, got {routing}")
     sizes = _Sizes.of(tokens, index.shape[1], routing.shape[1], columns, given_capacity)
     _check_sizes(_DISPATCH, ("top_k_indices", "routing_weights", "input"), sizes)
+    if sizes.experts * sizes.capacity * max(sizes.columns, 1) > _MOST_ELEMENTS:
+        raise BurtDimensionError(
+            f"{_DISPATCH}: expert_capacity: expected E capacity d of at most {_MOST_ELEMENTS}, got {sizes.capacity} "
+            f"rows of {sizes.columns} for each of {sizes.experts}"
+        )
     results = _results(sizes, source.dtype, routing.dtype)
     for label, array, result in zip(_RESULTS, request.operands[_INPUTS:], results, strict=True):
         if array is not None:
@@ -553,7 +568,7 @@ def _answer_combine(request: Request) -> Answer:
     result = Result((tokens, columns), outputs.dtype)
     if out is not None:
         require_output(_COMBINE, "out", out, *result)
-    if 0 in result.shape:
+    if tokens == 0:
         return Answer((), [result])
     source, places, shares = (
         StridedRows.of(_COMBINE, _COMBINE_NAMES[place], place, array, array.shape)
@@ -572,7 +587,7 @@ def _answer_combine(request: Request) -> Answer:
     )
     blocks, threads = pieces.blocks(tokens, COMBINE_BLOCK, multiprocessors(request.device))
     launches = [Launch(_combine_kernel(vector, dtype), (blocks, 1), threads, bare(arguments))]
-    if request.validate:
+    if request.validate and columns:
         launches.append(finite_check_launch(_OUT, dtype, 1, tokens, columns))
     return Answer(launches, [result])
 
@@ -684,7 +699,7 @@ def plan_combine(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
     sizes, itemsize, processors = _planned_sizes(_COMBINE, dims)
     tokens, choices, _experts, _capacity, columns = sizes
     launches = []
-    if tokens and columns:
+    if tokens:
         pieces = RowPieces.of(columns, _vector(columns, itemsize), COMBINE_DEPTH)
         blocks, threads = pieces.blocks(tokens, COMBINE_BLOCK, processors)
         launches.append(LaunchPlan("moe_combine_kernel", (blocks,), threads, 0))

@@ -250,6 +250,14 @@ def test_sums_that_their_type_cannot_hold_are_zero_and_recorded(d, dtype, most):
         assert (outcome.counts, outcome.first) == ({2: len(columns)}, (columns[0], 2))
 
 
+def test_places_of_rows_without_elements_are_looked_at():
+    places = np.array([[[-2, 0], [0, 0]], [[0, 5], [-1, -1]]], np.int32)
+    weights = np.array([[1, np.nan], [1, 0]], np.float32)
+    given = SimpleNamespace(dispatch_indices=places, combine_weights=weights)
+    outcome = check_combine(np.ones((2, 3, 0), np.float32), given)
+    assert (outcome.counts, outcome.first) == ({1: 1, 6: 2}, (0, 6))
+
+
 @st.composite
 def any_dispatches(draw):
     """Each row belongs to one choice at most; among the choices are ones without a row, and ones that name none."""

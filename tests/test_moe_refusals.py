@@ -107,6 +107,7 @@ def test_refuses_shapes(name, shape, expected):
         (2**30 + 1, 1, 1, 0, "top_k_indices", "T and T k"),
         (0, 1, 2**31, 1, "routing_weights", "E"),
         (0, 2**31, 1, 1, "input", "d"),
+        (2**26, 128 * 32 + 1, 1, 1, "input", r"T ceil\(d / 128\)"),
     ],
 )
 def test_refuses_sizes_beyond_32_bits(T, d, experts, k, name, what):
@@ -117,6 +118,13 @@ def test_refuses_sizes_beyond_32_bits(T, d, experts, k, name, what):
     ]
     with pytest.raises(BurtDimensionError, match=f"^sparse_moe_dispatch: {name}: expected {what} of at most "):
         burt_numba.sparse_moe_dispatch(*arrays, 1)
+
+
+@pytest.mark.parametrize("capacity", [2**60, 2**63, 2**70])
+@pytest.mark.parametrize("d", [0, 3])
+def test_refuses_capacities_beyond_any_memory(capacity, d):
+    tokens = np.ones((6, d), np.float32)
+    refused(BurtDimensionError, "expert_capacity", contains=[str(capacity)], capacity=capacity, input=tokens)
 
 
 @pytest.mark.parametrize("capacity", [-1, -(2**40)])

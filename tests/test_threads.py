@@ -9,6 +9,7 @@ from support import ON_GPU, assert_rows_close, check_constrained, normal, to_hos
 
 import burt_numba
 from burt_numba import BurtError, BurtWarning, ErrorBuffer, reference
+from burt_numba.host import memory
 
 THREADS = 8
 ROUNDS = 10 if ON_GPU else 2
@@ -112,3 +113,19 @@ def test_no_event_is_lost_in_a_shared_buffer():
     run_threads(work)
     assert errors.check() is BurtError.NAN_INPUT
     assert (errors.counts, errors.first_index) == ({1: 2 * THREADS * CALLS, 2: 2 * THREADS * CALLS}, 0)
+
+
+def test_default_streams_of_threads_have_a_workspace_each(monkeypatch):
+    """One handle, 2, names the default stream of whichever thread asks: their kernels may run at the same time."""
+    monkeypatch.setattr(memory, "SIMULATED", False)
+    monkeypatch.setattr(memory, "_capture", lambda stream: 0)
+    monkeypatch.setattr(memory, "_workspaces", {})
+    found = {stream: [None] * THREADS for stream in (2, 7)}
+
+    def work(number):
+        for stream, spaces in found.items():
+            spaces[number] = memory.workspace(0, stream)
+
+    run_threads(work)
+    assert len(set(map(id, found[2]))) == THREADS
+    assert len(set(map(id, found[7]))) == 1

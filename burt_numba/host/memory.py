@@ -120,12 +120,18 @@ class Workspace:
         return pointer
 
 
+_PER_THREAD = 2
+"""CU_STREAM_PER_THREAD."""
 _workspaces: dict[tuple[int, ...], Workspace] = {}
 
 
 def workspace(device: int, stream: int) -> Workspace:
-    """The workspace of a stream; of each graph that is being captured, its own, since the graph may run beside it."""
-    key = (device, threading.get_ident()) if SIMULATED else (device, stream, _capture(stream))
+    """The workspace of a stream; of each graph that is being captured, its own, since the graph may run beside it.
+
+    One handle stands for the default streams of all threads.
+    """
+    thread = threading.get_ident() if SIMULATED or stream == _PER_THREAD else 0
+    key = (device, thread) if SIMULATED else (device, stream, thread, _capture(stream))
     found = _workspaces.get(key)
     return found if found is not None else _workspaces.setdefault(key, Workspace(device))
 
