@@ -10,7 +10,7 @@ from typing import Any
 
 from burt_numba.host.arrays import Description
 from burt_numba.host.checks import FLOATING, require_count, require_dtype, require_flag, require_output
-from burt_numba.host.compiling import KernelSpec, compute_capability
+from burt_numba.host.compiling import KernelSpec, compute_capability, kernel_in
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, Errors, Launch, Number
 from burt_numba.host.operation import Answer, Operation, Request, Result
@@ -131,14 +131,9 @@ _HALF_VECTOR = 8
 
 
 def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.attention_softmax import rows_kernel
-
-        return rows_kernel(*constants)
-
     return KernelSpec(
         "attention_softmax_rows",
-        build,
+        kernel_in("attention_softmax", "rows_kernel"),
         (shape.threads, shape.per_thread, vector, shape.blocks, mask_kind),
         shape.launch_bounds(_resident_threads(shape, vector, mask_kind)),
         shape.blocks > 1,
@@ -146,12 +141,9 @@ def _kernel(shape: RowShape, vector: int, mask_kind: int) -> KernelSpec:
 
 
 def _streamed(mask_kind: int) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.attention_softmax import streamed_kernel
-
-        return streamed_kernel(*constants)
-
-    return KernelSpec("attention_softmax_streamed", build, (mask_kind,), (1024, 1))
+    return KernelSpec(
+        "attention_softmax_streamed", kernel_in("attention_softmax", "streamed_kernel"), (mask_kind,), (1024, 1)
+    )
 
 
 def _choose(
@@ -256,12 +248,9 @@ _OPERATION = Operation(_NAME, ("scores", "mask", "out"), ("out",), ("scores", "m
 
 
 def _documented() -> KernelSpec:
-    def build() -> Any:
-        from burt_numba.kernels.attention_softmax import attention_softmax_kernel
-
-        return attention_softmax_kernel
-
-    return KernelSpec("attention_softmax", build, (), (DOCUMENTED_THREADS, 1))
+    return KernelSpec(
+        "attention_softmax", kernel_in("attention_softmax", "attention_softmax_kernel"), (), (DOCUMENTED_THREADS, 1)
+    )
 
 
 def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:

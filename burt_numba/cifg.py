@@ -19,7 +19,7 @@ from burt_numba.cifg_launches import (
 )
 from burt_numba.host.arrays import Description
 from burt_numba.host.checks import describe, require_count, require_dtype, require_flag, require_number, require_output
-from burt_numba.host.compiling import KernelSpec, compute_capability, multiprocessors
+from burt_numba.host.compiling import KernelSpec, compute_capability, kernel_in, multiprocessors
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number, bare
 from burt_numba.host.operation import Answer, Operation, Request, Result
@@ -254,53 +254,39 @@ def _check_numbers(name: str, bound: Any, iterations: Any, projection: Any) -> t
 
 
 def _update_kernel(shared: bool, vector: int, staged: bool) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.cifg_update_rows import update_kernel
-
-        return update_kernel(*constants)
-
     return KernelSpec(
         "cifg_update_rows",
-        build,
+        kernel_in("cifg_update_rows", "update_kernel"),
         (int(shared), vector, int(staged)),
         (UPDATE_BLOCK, UPDATE_RESIDENT if staged else 1),
     )
 
 
 def _spectrum_kernel(vector: int, staged: bool, clustered: bool) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.cifg_spectrum import spectrum_kernel
-
-        return spectrum_kernel(*constants)
-
-    return KernelSpec("cifg_spectrum", build, (vector, int(staged), int(clustered)), (SPECTRUM_BLOCK, 1), clustered)
+    return KernelSpec(
+        "cifg_spectrum",
+        kernel_in("cifg_spectrum", "spectrum_kernel"),
+        (vector, int(staged), int(clustered)),
+        (SPECTRUM_BLOCK, 1),
+        clustered,
+    )
 
 
 def _gate_kernel(vector: int) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.cifg_gates import gate_kernel
-
-        return gate_kernel(*constants)
-
-    return KernelSpec("cifg_gate", build, (vector,), (_GATE_BLOCK, 2))
+    return KernelSpec("cifg_gate", kernel_in("cifg_gates", "gate_kernel"), (vector,), (_GATE_BLOCK, 2))
 
 
 def _gates_kernel(vector: int, shared: bool) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.cifg_gates import gates_kernel
-
-        return gates_kernel(*constants)
-
-    return KernelSpec("cifg_gates", build, (vector, int(shared)), (GATE_THREADS, 2 if vector > 1 else 1))
+    return KernelSpec(
+        "cifg_gates",
+        kernel_in("cifg_gates", "gates_kernel"),
+        (vector, int(shared)),
+        (GATE_THREADS, 2 if vector > 1 else 1),
+    )
 
 
 def _writes_kernel(vector: int) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.cifg_writes import writes_kernel
-
-        return writes_kernel(*constants)
-
-    return KernelSpec("cifg_writes", build, (vector,), (GATE_THREADS, 2))
+    return KernelSpec("cifg_writes", kernel_in("cifg_writes", "writes_kernel"), (vector,), (GATE_THREADS, 2))
 
 
 def _rows(name: str, label: str, operand: int, array: Description) -> StridedRows:
@@ -316,14 +302,6 @@ def _can_load_vectors(*operands: StridedRows) -> bool:
 
 def _optional(operand: int, array: Description | None, size: int) -> Array:
     return Array(None, "f4") if array is None else Array(operand, "f4", (size,))
-
-
-def _place(rows: StridedRows) -> tuple[Number, ...]:
-    """Origin and strides of an operand of one axis or two."""
-    return (
-        Number(rows.origin, "i8"),
-        *(Number(stride, "i8") for stride in (*rows.leading_strides, rows.column_stride)),
-    )
 
 
 def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
@@ -358,8 +336,8 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
     launches = []
     vector = 4 if whole and _can_load_vectors(hidden, inputs, weights) else 1
     operands = (
-        *(hidden.argument, *_place(hidden), inputs.argument, *_place(inputs)),
-        *(weights.argument, *_place(weights), bias.argument, *_place(bias)),
+        *(hidden.argument, *hidden.place, inputs.argument, *inputs.place),
+        *(weights.argument, *weights.place, bias.argument, *bias.place),
     )
     power_argument = _optional(_POWER, power, matrices * columns)
     gate_outputs = (activations, _optional(_GATE, gate_out, samples * columns), power_argument, starts)
@@ -380,7 +358,7 @@ def _answer(name: str, labels: tuple[str, ...], request: Request) -> Answer:
                 ),
             )
         )
-    hidden_place = _place(hidden)
+    hidden_place = hidden.place
     if shared is None:
         hidden_place = (hidden_place[0], Number(0, "i8"), hidden_place[1])
     if shared:

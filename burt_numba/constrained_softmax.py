@@ -20,7 +20,7 @@ from burt_numba.host.checks import (
     require_output,
     require_shape,
 )
-from burt_numba.host.compiling import KernelSpec, compute_capability
+from burt_numba.host.compiling import KernelSpec, compute_capability, kernel_in
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
 from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
 from burt_numba.host.operation import Answer, Operation, Request, Result
@@ -179,15 +179,10 @@ _RESIDENT_THREADS_IN_GROUPS = {True: 896, False: 640}
 
 
 def _kernel(shape: RowShape, vector: int) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.constrained_softmax import rows_kernel
-
-        return rows_kernel(*constants)
-
     resident = _RESIDENT_THREADS_IN_GROUPS[vector > 1] if shape.threads <= 32 else _RESIDENT_THREADS
     return KernelSpec(
         "constrained_softmax_rows",
-        build,
+        kernel_in("constrained_softmax", "rows_kernel"),
         (shape.threads, shape.per_thread, vector, shape.blocks),
         shape.launch_bounds(resident),
         shape.blocks > 1,
@@ -195,12 +190,13 @@ def _kernel(shape: RowShape, vector: int) -> KernelSpec:
 
 
 def _streamed(blocks: int) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.constrained_softmax import streamed_kernel
-
-        return streamed_kernel(*constants)
-
-    return KernelSpec("constrained_softmax_streamed", build, (blocks,), (1024, 1), blocks > 1)
+    return KernelSpec(
+        "constrained_softmax_streamed",
+        kernel_in("constrained_softmax", "streamed_kernel"),
+        (blocks,),
+        (1024, 1),
+        blocks > 1,
+    )
 
 
 def _choose(columns: int, rows: int, vector: int, capability: tuple[int, int]) -> tuple[KernelSpec, int, int, int, int]:
@@ -295,12 +291,12 @@ _OPERATION = Operation(
 
 
 def _documented() -> KernelSpec:
-    def build() -> Any:
-        from burt_numba.kernels.constrained_softmax import constrained_softmax_kernel
-
-        return constrained_softmax_kernel
-
-    return KernelSpec("constrained_softmax", build, (), (DOCUMENTED_THREADS, 1))
+    return KernelSpec(
+        "constrained_softmax",
+        kernel_in("constrained_softmax", "constrained_softmax_kernel"),
+        (),
+        (DOCUMENTED_THREADS, 1),
+    )
 
 
 def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from burt_numba.host.compiling import KernelSpec
+from burt_numba.host.compiling import KernelSpec, kernel_in
 from burt_numba.target import DOCUMENTED_CIFG_THREADS
 
 _CIFG_TYPES = {
@@ -24,12 +23,7 @@ _CIFG_TYPES = {
 
 
 def _documented_cifg(name: str) -> KernelSpec:
-    def build() -> Any:
-        from burt_numba.kernels import cifg
-
-        return getattr(cifg, f"{name}_kernel")
-
-    return KernelSpec(name, build, (), (DOCUMENTED_CIFG_THREADS, 1))
+    return KernelSpec(name, kernel_in("cifg", f"{name}_kernel"), (), (DOCUMENTED_CIFG_THREADS, 1))
 
 
 def documented_specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:

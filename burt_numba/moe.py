@@ -20,7 +20,7 @@ from burt_numba.host.checks import (
     require_output,
     require_shape,
 )
-from burt_numba.host.compiling import KernelSpec, compute_capability, multiprocessors
+from burt_numba.host.compiling import KernelSpec, compute_capability, kernel_in, multiprocessors
 from burt_numba.host.errors import BurtDimensionError, BurtSharedMemoryError, ErrorBuffer
 from burt_numba.host.launching import TYPE_CODES, Array, Errors, Launch, Number, bare
 from burt_numba.host.operation import Answer, Operation, Request, Result
@@ -276,44 +276,23 @@ def sparse_moe_combine(
 
 
 def _positions_kernel(staged: bool) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.moe_positions import positions_kernel
-
-        return positions_kernel(*constants)
-
-    return KernelSpec("moe_positions", build, (int(staged),), (POSITIONS_BLOCK, 1))
+    return KernelSpec(
+        "moe_positions", kernel_in("moe_positions", "positions_kernel"), (int(staged),), (POSITIONS_BLOCK, 1)
+    )
 
 
 def _copy_kernel(vector: int, dtype: str) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.moe_copy import copy_kernel
-
-        return copy_kernel(*constants)
-
-    return KernelSpec("moe_copy", build, (vector, int(dtype == "f2")), (COPY_BLOCK, 4))
+    return KernelSpec("moe_copy", kernel_in("moe_copy", "copy_kernel"), (vector, int(dtype == "f2")), (COPY_BLOCK, 4))
 
 
 def _combine_kernel(vector: int, dtype: str) -> KernelSpec:
-    def build(*constants: int) -> Any:
-        from burt_numba.kernels.moe_combine import combine_kernel
-
-        return combine_kernel(*constants)
-
-    return KernelSpec("moe_combine", build, (vector, int(dtype == "f2")), (COMBINE_BLOCK, 2))
+    return KernelSpec(
+        "moe_combine", kernel_in("moe_combine", "combine_kernel"), (vector, int(dtype == "f2")), (COMBINE_BLOCK, 2)
+    )
 
 
 def _documented() -> KernelSpec:
-    def build() -> Any:
-        from burt_numba.kernels.moe import sparse_moe_dispatch_kernel
-
-        return sparse_moe_dispatch_kernel
-
-    return KernelSpec(_DISPATCH, build, (), (DOCUMENTED_MOE_THREADS, 1))
-
-
-def _place(rows: StridedRows) -> tuple[Number, ...]:
-    """Origin and strides of an operand."""
-    return tuple(Number(number, "i8") for number in (rows.origin, *rows.leading_strides, rows.column_stride))
+    return KernelSpec(_DISPATCH, kernel_in("moe", "sparse_moe_dispatch_kernel"), (), (DOCUMENTED_MOE_THREADS, 1))
 
 
 class _Sizes(NamedTuple):
@@ -350,7 +329,7 @@ def _positions_launch(sizes: _Sizes, shape: PositionsShape, index: StridedRows) 
         shape.warp_tokens,
     )
     arguments = (
-        *(index.argument, *_place(index)),
+        *(index.argument, *index.place),
         *(Number(number, "i4") for number in numbers),
         Array(_INDICES, "i4", (2 * total,)),
         Array(_COUNTS, "i4", (sizes.experts,)),
@@ -382,7 +361,7 @@ def _copy_launch(
     dtype = source.argument.dtype
     total = sizes.tokens * sizes.choices
     arguments = (
-        *(source.argument, *_place(source), index.argument, *_place(index), weight.argument, *_place(weight)),
+        *(source.argument, *source.place, index.argument, *index.place, weight.argument, *weight.place),
         Array(_INDICES, "i4", (2 * total,)),
         Array(_COUNTS, "i4", (sizes.experts,)),
         Array(_WEIGHTS, weight.argument.dtype, (total,)),
@@ -578,7 +557,7 @@ def _answer_combine(request: Request) -> Answer:
     vector = vector_columns(request.aligned, columns, outputs.dtype, (source,))
     pieces = RowPieces.of(columns, vector, COMBINE_DEPTH)
     arguments = (
-        *(source.argument, *_place(source), places.argument, *_place(places), shares.argument, *_place(shares)),
+        *(source.argument, *source.place, places.argument, *places.place, shares.argument, *shares.place),
         Array(_OUT, dtype, (tokens * columns,)),
         *(Number(number, "i4") for number in (tokens, choices)),
         *(Number(number, "i8") for number in (experts, capacity)),

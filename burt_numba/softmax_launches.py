@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from burt_numba.host.arrays import Description
 from burt_numba.host.errors import BurtDimensionError
-from burt_numba.host.launching import TYPE_CODES, Array
+from burt_numba.host.launching import TYPE_CODES, Array, Number
 from burt_numba.target import GROUP_BLOCK, MAX_CLUSTER_BLOCKS, has_clusters, most_shared_bytes
 
 _FEW_ROWS = 1024
@@ -122,6 +122,11 @@ class StridedRows(NamedTuple):
             strides.append(0)
         argument = Array(operand, TYPE_CODES[array.dtype], ((end - first) // itemsize,), offset=first)
         return cls(argument, -first // itemsize, tuple(strides[:-1]), strides[-1], rows)
+
+    @property
+    def place(self) -> tuple[Number, ...]:
+        """Origin and strides, as a kernel is given them."""
+        return tuple(Number(number, "i8") for number in (self.origin, *self.leading_strides, self.column_stride))
 
 
 def vector_columns(aligned: bool, columns: int, dtype: str, operands: Sequence[StridedRows]) -> int:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from burt_numba.host.compiling import KernelSpec
+from burt_numba.host.compiling import KernelSpec, kernel_in
 from burt_numba.host.launching import Array, CallNumber, Errors, Launch, Number
 from burt_numba.host.rows import RowSegment
 from burt_numba.softmax_launches import StridedRows
@@ -18,12 +17,7 @@ _ROUNDING = {"f4": (2.0**-23, 0.0), "f2": (2.0**-11, 2.0**-25)}
 
 
 def _kernel() -> KernelSpec:
-    def build() -> Any:
-        from burt_numba.kernels.validation import distribution_check_kernel
-
-        return distribution_check_kernel
-
-    return KernelSpec("distribution_check", build, (), (_THREADS, 4))
+    return KernelSpec("distribution_check", kernel_in("validation", "distribution_check_kernel"), (), (_THREADS, 4))
 
 
 def validation_launch(
@@ -60,12 +54,7 @@ def validation_launch(
 
 
 def _finite_kernel() -> KernelSpec:
-    def build() -> Any:
-        from burt_numba.kernels.validation import finite_check_kernel
-
-        return finite_check_kernel
-
-    return KernelSpec("finite_check", build, (), (_THREADS, 4))
+    return KernelSpec("finite_check", kernel_in("validation", "finite_check_kernel"), (), (_THREADS, 4))
 
 
 def finite_check_launch(

@@ -1,6 +1,7 @@
 """What the tests share: arrays on either target, guard cells, runs of the operations, and the limits."""
 
 import os
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -314,3 +315,23 @@ def check_attention(scores, mask=None, causal=False, *, skew=None, **kwargs):
     outcome = run_attention(scores, mask, causal, skew=skew, **kwargs)
     assert_attention(outcome, scores, mask, causal, **kwargs)
     return outcome
+
+
+def run_threads(work, count):
+    """Run work(number) in ``count`` host threads that start together, and raise what one of them raised."""
+    failures, start = [], threading.Barrier(count)
+
+    def guarded(number):
+        try:
+            start.wait(60)
+            work(number)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]

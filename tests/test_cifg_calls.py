@@ -1,6 +1,5 @@
 """How cifg_update and batched_cifg_update are called: outputs, layouts, events, threads, graphs."""
 
-import threading
 import warnings
 
 import numpy as np
@@ -25,7 +24,7 @@ from cifg_support import (
     sigma_of,
     with_spectrum,
 )
-from support import LIMITS, ON_GPU, Guarded, one_warning, poisoned, relative_error, to_host, to_target
+from support import LIMITS, ON_GPU, Guarded, one_warning, poisoned, relative_error, run_threads, to_host, to_target
 
 import burt_numba
 from burt_numba import BurtDimensionError, cifg, reference
@@ -384,23 +383,13 @@ def test_two_host_threads_at_once():
     """Threads share kernels, prepared calls and workspaces; neither may see the other's."""
     inputs = [random_inputs(d, 2, seed=d) for d in (2, 3)]
     wanted = [run_cifg(each) for each in inputs]
-    start, failures = threading.Barrier(2), []
 
     def work(number):
-        try:
-            start.wait(60)
-            for _ in range(50 if ON_GPU else 2):
-                for turn in (number, 1 - number):
-                    assert same_results(run_cifg(inputs[turn]), wanted[turn])
-        except BaseException as failure:
-            failures.append(failure)
+        for _ in range(50 if ON_GPU else 2):
+            for turn in (number, 1 - number):
+                assert same_results(run_cifg(inputs[turn]), wanted[turn])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    run_threads(work, 2)
 
 
 @pytest.mark.gpu_only("graphs are of the device")

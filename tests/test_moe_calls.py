@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-import threading
 import warnings
 
 import numpy as np
@@ -34,6 +33,7 @@ from support import (
     one_warning,
     poisoned,
     relative_error,
+    run_threads,
     to_host,
     to_target,
 )
@@ -460,23 +460,13 @@ def test_two_host_threads_at_once():
     """Threads share kernels, prepared calls and workspaces; neither may see the other's."""
     routings = [random_routing(T, 5, 4, 2) for T in (9, 14)]
     wanted = [run_dispatch(routing, 4) for routing in routings]
-    start, failures = threading.Barrier(2), []
 
     def work(number):
-        try:
-            start.wait(60)
-            for _ in range(50 if ON_GPU else 3):
-                for turn in (number, 1 - number):
-                    assert same_results(run_dispatch(routings[turn], 4), wanted[turn])
-        except BaseException as failure:
-            failures.append(failure)
+        for _ in range(50 if ON_GPU else 3):
+            for turn in (number, 1 - number):
+                assert same_results(run_dispatch(routings[turn], 4), wanted[turn])
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    run_threads(work, 2)
 
 
 @pytest.mark.gpu_only("graphs are of the device")

@@ -1,11 +1,10 @@
 """Many host threads in one process: every result is right, and no event is lost or told twice."""
 
-import threading
 import warnings
 
 import numpy as np
 import pytest
-from support import ON_GPU, assert_rows_close, check_constrained, normal, to_host, to_target
+from support import ON_GPU, assert_rows_close, check_constrained, normal, run_threads, to_host, to_target
 
 import burt_numba
 from burt_numba import BurtError, BurtWarning, ErrorBuffer, reference
@@ -14,26 +13,6 @@ from burt_numba.host import memory
 THREADS = 8
 ROUNDS = 10 if ON_GPU else 2
 CALLS = 300 if ON_GPU else 4
-
-
-def run_threads(work):
-    """Run work(number) in threads that start together, and raise what one of them raised."""
-    failures, start = [], threading.Barrier(THREADS)
-
-    def guarded(number):
-        try:
-            start.wait(60)
-            work(number)
-        except BaseException as failure:
-            failures.append(failure)
-
-    threads = [threading.Thread(target=guarded, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def columns_of(number):
@@ -60,7 +39,7 @@ def test_every_result_is_right(on_host):
             assert_rows_close(plain, reference.constrained_softmax(scores, 20.0 + number).probabilities)
             check_constrained(scores[0, 0], 0.1 * (number + 1))
 
-    run_threads(work)
+    run_threads(work, THREADS)
 
 
 def test_one_shape_with_other_numbers():
@@ -75,7 +54,7 @@ def test_one_shape_with_other_numbers():
             out = burt_numba.constrained_softmax(array, 0.1 + 0.2 * number)
             assert to_host(out).tobytes() == wanted[number].tobytes()
 
-    run_threads(work)
+    run_threads(work, THREADS)
 
 
 def test_no_event_is_lost():
@@ -92,7 +71,7 @@ def test_no_event_is_lost():
 
     with warnings.catch_warnings(record=True) as record:
         warnings.simplefilter("always")
-        run_threads(work)
+        run_threads(work, THREADS)
         burt_numba.check()
     reports = [entry.message for entry in record]
     assert all(isinstance(report, BurtWarning) and set(report.counts) == {1} for report in reports)
@@ -110,7 +89,7 @@ def test_no_event_is_lost_in_a_shared_buffer():
             burt_numba.constrained_softmax(array, errors=errors)
             burt_numba.attention_softmax(scores, errors=errors)
 
-    run_threads(work)
+    run_threads(work, THREADS)
     assert errors.check() is BurtError.NAN_INPUT
     assert (errors.counts, errors.first_index) == ({1: 2 * THREADS * CALLS, 2: 2 * THREADS * CALLS}, 0)
 
@@ -126,6 +105,6 @@ def test_default_streams_of_threads_have_a_workspace_each(monkeypatch):
         for stream, spaces in found.items():
             spaces[number] = memory.workspace(0, stream)
 
-    run_threads(work)
+    run_threads(work, THREADS)
     assert len(set(map(id, found[2]))) == THREADS
     assert len(set(map(id, found[7]))) == 1

@@ -19,10 +19,14 @@ def assembly(builder, result, operands, text, constraints):
     return call
 
 
+def element_pointer(context, builder, array_type, array, index):
+    struct = context.make_array(array_type)(context, builder, array)
+    return builder.gep(struct.data, [index])
+
+
 def element_address(context, builder, array_type, array, index):
     """The address of an element, as an integer."""
-    struct = context.make_array(array_type)(context, builder, array)
-    return builder.ptrtoint(builder.gep(struct.data, [index]), ir.IntType(64))
+    return builder.ptrtoint(element_pointer(context, builder, array_type, array, index), ir.IntType(64))
 
 
 def at_least(builder, major, minor):

@@ -52,7 +52,7 @@ else:
     from numba.cuda.extending import intrinsic
 
     from burt_numba.backend import types
-    from burt_numba.device.assembly import assembly, at_least
+    from burt_numba.device.assembly import assembly, at_least, element_pointer
 
     @intrinsic
     def has_tensor_cores(typingctx):
@@ -61,22 +61,18 @@ else:
 
         return types.boolean(), codegen
 
-    def _cell(context, builder, array_type, array, index):
-        struct = context.make_array(array_type)(context, builder, array)
-        return builder.gep(struct.data, [index])
-
     @intrinsic
     def split(typingctx, values, high, low, place):
         def codegen(context, builder, signature, args):
             word, number = ir.IntType(32), ir.FloatType()
             values_value, high_value, low_value, place_value = args
-            value = builder.load(_cell(context, builder, values, values_value, place_value))
+            value = builder.load(element_pointer(context, builder, values, values_value, place_value))
             bits = builder.add(builder.bitcast(value, word), ir.Constant(word, _HALF))
             rounded = builder.bitcast(builder.and_(bits, ir.Constant(word, _KEPT)), number)
             rest = builder.bitcast(builder.fsub(value, rounded), word)
             rest = builder.bitcast(builder.and_(rest, ir.Constant(word, _KEPT)), number)
-            builder.store(rounded, _cell(context, builder, high, high_value, place_value))
-            builder.store(rest, _cell(context, builder, low, low_value, place_value))
+            builder.store(rounded, element_pointer(context, builder, high, high_value, place_value))
+            builder.store(rest, element_pointer(context, builder, low, low_value, place_value))
             return context.get_dummy_value()
 
         return types.void(values, high, low, types.int64), codegen
@@ -90,7 +86,7 @@ else:
             def cells(array_type, array, start, count):
                 for cell in range(count):
                     index = builder.add(start, ir.Constant(start.type, cell))
-                    yield _cell(context, builder, array_type, array, index)
+                    yield element_pointer(context, builder, array_type, array, index)
 
             operands = [builder.bitcast(builder.load(cell), word) for cell in cells(a, a_value, a_place, 4)]
             operands += [builder.bitcast(builder.load(cell), word) for cell in cells(b, b_value, b_place, 2)]

@@ -77,7 +77,7 @@ else:
     from numba.cuda.extending import intrinsic
 
     from burt_numba.backend import types
-    from burt_numba.device.assembly import assembly, element_address
+    from burt_numba.device.assembly import assembly, element_address, element_pointer
 
     _WORD = ir.IntType(32)
     _INDEX = ir.IntType(64)
@@ -88,10 +88,6 @@ else:
     }
     _BYTES = {types.float32: 4, types.float16: 2, types.uint8: 1}
     _FILL = {types.float32: 0xFF800000, types.float16: 0xFC00FC00, types.uint8: 0}
-
-    def _element_pointer(context, builder, array_type, array, index):
-        struct = context.make_array(array_type)(context, builder, array)
-        return builder.gep(struct.data, [index])
 
     def _words(element_type, count):
         """A vector as the integers that are really moved: NVPTX splits vectors of half into scalars."""
@@ -112,7 +108,7 @@ else:
         """An element at an index that is not negative, which Numba would look into."""
 
         def codegen(context, builder, signature, args):
-            return builder.load(_element_pointer(context, builder, array, *args))
+            return builder.load(element_pointer(context, builder, array, *args))
 
         return array.dtype(array, types.int64), codegen
 
@@ -120,7 +116,7 @@ else:
     def set_element(typingctx, array, index, value):
         def codegen(context, builder, signature, args):
             array_value, index_value, number = args
-            builder.store(number, _element_pointer(context, builder, array, array_value, index_value))
+            builder.store(number, element_pointer(context, builder, array, array_value, index_value))
             return context.get_dummy_value()
 
         return types.void(array, types.int64, array.dtype), codegen
@@ -146,8 +142,8 @@ else:
 
             def codegen(context, builder, signature, args):
                 source_value, index_value, words_value, first_value = args
-                pointer = _element_pointer(context, builder, source, source_value, index_value)
-                target = _element_pointer(context, builder, words, words_value, first_value)
+                pointer = element_pointer(context, builder, source, source_value, index_value)
+                target = element_pointer(context, builder, words, words_value, first_value)
                 raw = _words(element, piece)
                 base = builder.bitcast(pointer, raw.as_pointer())
                 piece_words = _vector_words(element, piece)
@@ -176,7 +172,7 @@ else:
 
             def codegen(context, builder, signature, args):
                 _source_value, words_value, first_value = args
-                target = _element_pointer(context, builder, words, words_value, first_value)
+                target = element_pointer(context, builder, words, words_value, first_value)
                 filled = ir.Constant(_WORD, _FILL[element])
                 for word in range(_vector_words(element, count)):
                     builder.store(filled, builder.gep(target, [ir.Constant(_INDEX, word)]))
@@ -225,8 +221,8 @@ else:
 
             def codegen(context, builder, signature, args):
                 target_value, index_value, registers_value, first_value = args
-                pointer = _element_pointer(context, builder, target, target_value, index_value)
-                origin = _element_pointer(context, builder, registers, registers_value, first_value)
+                pointer = element_pointer(context, builder, target, target_value, index_value)
+                origin = element_pointer(context, builder, registers, registers_value, first_value)
                 words = _words(element, piece)
                 lanes = ir.VectorType(_LLVM_ELEMENT[element], piece)
                 base = builder.bitcast(pointer, words.as_pointer())
@@ -255,8 +251,8 @@ else:
 
             def codegen(context, builder, signature, args):
                 target_value, index_value, words_value, first_value = args
-                pointer = _element_pointer(context, builder, target, target_value, index_value)
-                origin = _element_pointer(context, builder, words, words_value, first_value)
+                pointer = element_pointer(context, builder, target, target_value, index_value)
+                origin = element_pointer(context, builder, words, words_value, first_value)
                 raw = _words(element, piece)
                 base = builder.bitcast(pointer, raw.as_pointer())
                 piece_words = _vector_words(element, piece)

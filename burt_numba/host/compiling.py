@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,19 @@ class KernelSpec:
     def dispatcher(self) -> Any:
         """The ``cuda.jit`` kernel."""
         return self.build(*self.constants)
+
+
+def kernel_in(module: str, name: str) -> Callable[..., Any]:
+    """What builds a kernel of a module of ``burt_numba.kernels``, which is imported only then.
+
+    ``name`` is the kernel or, where a `KernelSpec` has constants, the function that makes it from them.
+    """
+
+    def build(*constants: int) -> Any:
+        found = getattr(import_module(f"burt_numba.kernels.{module}"), name)
+        return found(*constants) if constants else found
+
+    return build
 
 
 @dataclass(frozen=True)
