@@ -294,6 +294,17 @@ def test_packed_fields_are_read_or_refused():
     refused(BurtDimensionError, "constrained_softmax", "logits", table["value"], contains=["strides of whole elements"])
 
 
+@pytest.mark.parametrize("stride", [-160, 0, 1, 7 * 4])
+def test_strides_of_an_axis_of_one_do_not_matter(stride):
+    """A row taken backwards, ``array[:1][::-1]``, counts as contiguous with a stride that leads nowhere."""
+    odd = np.lib.stride_tricks.as_strided(LOGITS[0, 0], (1, LOGITS.shape[-1]), (stride, 4))
+    out = np.lib.stride_tricks.as_strided(np.full_like(odd[0], np.nan), odd.shape, odd.strides)
+    expected = burt_numba.constrained_softmax(LOGITS[0, :1].copy())
+    np.testing.assert_array_equal(burt_numba.constrained_softmax(odd), expected)
+    assert burt_numba.constrained_softmax(odd, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize("value", [[[1.0]], (1.0,), {"a": 1}, "text", b"bytes", 1.0, np.float32(1), range(3), object])
 def test_refuses_what_is_no_array(value):
     name = type(value).__name__

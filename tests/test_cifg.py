@@ -173,6 +173,17 @@ def test_gate_far_from_zero(bias, shared):
         assert relative_error(outcome.memory, np.broadcast_to(outer * (0.95 / 14), inputs.C.shape)) <= LIMITS["float32"]
 
 
+@pytest.mark.parametrize("activation", [-80.0, -41.7, -28.0, -9.3, 9.3, 28.0, 41.7, 80.0])
+def test_small_parts_of_a_gate_are_as_accurate_as_large_ones(activation):
+    """1 - f of a nearly open gate, from f, has few digits; so has e^x, from a rounded x log2(e) (5e-6 at 80)."""
+    inputs = kept(np.zeros((1, 1)), [-4])._replace(b_f=np.array([activation], np.float32))
+    outcome = run_cifg(inputs, UNBOUNDED)
+    written = 16 / (1 + np.exp(np.float64(inputs.b_f[0])))
+    assert outcome.memory.item() == pytest.approx(written, rel=1e-6)
+    assert reference.cifg_update(*inputs, UNBOUNDED).memory.item() == pytest.approx(written, rel=1e-12)
+    assert outcome.forget_gate.item() == pytest.approx(1 / (1 + np.exp(-np.float64(inputs.b_f[0]))), rel=1e-6)
+
+
 def test_gate_of_weights_of_one_column_at_a_time():
     """The columns of W_f belong to h first, then to x."""
     d, n = 4, 3

@@ -32,8 +32,9 @@ if SIMULATED:
         return a if a < b else b
 
     def reciprocal(x):
-        """1 / x, as ``rcp.approx.ftz.f32`` gives it (1 unit in the last place)."""
-        return np.float32(1.0) / np.float32(x)
+        """1 / x, as ``rcp.approx.ftz.f32`` gives it (1 unit in the last place; 0 below the smallest normal number)."""
+        result = np.float32(1.0) / np.float32(x)
+        return result if abs(result) >= _SMALLEST_NORMAL else np.float32(0.0)
 
     def square_root(x):
         """The square root, as ``sqrt.approx.ftz.f32`` gives it."""
@@ -124,8 +125,21 @@ else:
         return math.log(x)
 
 
+# ln 2 as two numbers, the first of 9 bits: products with exponents of 8 bits are exact.
+_LN_2_HIGH = np.float32(0.693359375)
+_LN_2_LOW = np.float32(-2.12194440054690583e-4)
+_ROUNDING = np.float32(12582912.0)
+"""1.5 * 2**23: added and taken away again, it rounds to a whole number."""
+_LARGEST_ACTIVATION = np.float32(88.0)
+"""Of a sigmoid: e to its power is a float32 number, whose reciprocal is below the smallest normal one."""
+
+
 @cuda.jit(device=True)
 def sigmoid_pair(x):
     """(sigmoid of x, 1 - sigmoid), each to full relative accuracy; 0 below the smallest normal number."""
     one = np.float32(1.0)
-    return reciprocal(one + exp2(-x * LOG2_E)), reciprocal(one + exp2(x * LOG2_E))
+    x = minimum(maximum(x, -_LARGEST_ACTIVATION), _LARGEST_ACTIVATION)
+    # e^x = 2^whole e^rest: rounding x log2(e), of up to 7 bits before the point, would cost the result as many.
+    whole = (x * LOG2_E + _ROUNDING) - _ROUNDING
+    rest = ((x - whole * _LN_2_HIGH) - whole * _LN_2_LOW) * LOG2_E
+    return reciprocal(one + exp2(-whole) * exp2(-rest)), reciprocal(one + exp2(whole) * exp2(rest))

@@ -297,8 +297,6 @@ class Operation:
         stacklevel: int,
     ) -> Any:
         """Host arrays on a real device: copy over, run, copy back, and wait."""
-        import numpy as np
-
         from burt_numba.backend import cuda
 
         every = self._with_results(call, operands)
@@ -311,7 +309,7 @@ class Operation:
                 if given is None or host is None
                 else cuda.device_array(host.shape, host.dtype)
                 if place in self._written and place not in self._updated
-                else cuda.to_device(np.asarray(host, order="C"))
+                else _on_device(host)
                 for place, (given, host) in enumerate(zip(operands, hosts, strict=True))
             ]
             returned = self(tuple(copies), numbers, options, stream, errors, validate, stacklevel)
@@ -323,6 +321,17 @@ class Operation:
                 if host is not None and copy is not None:
                     copy.copy_to_host(host)
         return self._returned(every)
+
+
+def _on_device(host: Any) -> Any:
+    """A copy of a NumPy array. One made by Numba has its strides, which for an axis of size 1 may be anything."""
+    import numpy as np
+
+    from burt_numba.backend import cuda
+
+    copy = cuda.device_array(host.shape, host.dtype)
+    copy.copy_to_device(np.asarray(host, order="C"))
+    return copy
 
 
 def _host_view(array: Any) -> Any:

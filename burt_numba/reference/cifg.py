@@ -154,8 +154,10 @@ def _update(
     lost = np.any(bad, axis=2, keepdims=True) | np.any(bad, axis=1, keepdims=True)
     memory = np.where(lost, 0.0, memory)
     with np.errstate(over="ignore", invalid="ignore"):
-        gate = expit(np.concatenate([hidden, inputs], axis=1) @ weights.T + bias)
-        written = ((1 - gate) * hidden)[:, :, None] * hidden[:, None, :]
+        activation = np.concatenate([hidden, inputs], axis=1) @ weights.T + bias
+        gate = expit(activation)
+        # 1 - gate, which would leave few digits of a small one.
+        written = (expit(-activation) * hidden)[:, :, None] * hidden[:, None, :]
     kept = gate[:, :, None]
     if len(memory) == 1:
         kept, written = kept.mean(axis=0, keepdims=True), written.mean(axis=0, keepdims=True)
