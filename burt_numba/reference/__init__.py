@@ -5,6 +5,7 @@ measure every kernel against these.
 """
 
 from burt_numba.reference.attention_softmax import AttentionSoftmaxResult, attention_softmax
+from burt_numba.reference.biencoder_attention import BiencoderAttentionResult, biencoder_attention
 from burt_numba.reference.cifg import CifgResult, batched_cifg_update, cifg_update
 from burt_numba.reference.common import entropy
 from burt_numba.reference.constrained_softmax import ConstrainedSoftmaxResult, constrained_softmax
@@ -12,12 +13,14 @@ from burt_numba.reference.moe import MoeCombineResult, MoeDispatchResult, sparse
 
 __all__ = [
     "AttentionSoftmaxResult",
+    "BiencoderAttentionResult",
     "CifgResult",
     "ConstrainedSoftmaxResult",
     "MoeCombineResult",
     "MoeDispatchResult",
     "attention_softmax",
     "batched_cifg_update",
+    "biencoder_attention",
     "cifg_update",
     "constrained_softmax",
     "entropy",

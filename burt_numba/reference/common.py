@@ -82,3 +82,20 @@ def require_shape(holds: bool, function: str, name: str, expected: str, array: N
     """ValueError with the shape that was expected, unless it holds."""
     if not holds:
         raise ValueError(f"{function}: {name}: expected shape {expected}, got {list(array.shape)}")
+
+
+def require_search_parameters(
+    function: str, temperature_min: float, temperature_max: float, max_iterations: int
+) -> None:
+    """ValueError where there are no temperatures or no steps to search with."""
+    if not temperature_min > 0:
+        raise ValueError(f"{function}: temperature_min: expected a positive number, got {temperature_min}")
+    if not temperature_min <= temperature_max:
+        raise ValueError(f"{function}: temperature_max: expected at least {temperature_min}, got {temperature_max}")
+    if max_iterations < 1:
+        raise ValueError(f"{function}: max_iterations: expected at least 1, got {max_iterations}")
+
+
+def finite(array: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The array with 0 in place of NaN and infinities."""
+    return np.where(np.isfinite(array), array, 0.0)

@@ -13,6 +13,7 @@ from burt_numba.reference.common import (
     INF_INPUT,
     NAN_INPUT,
     entropy,
+    require_search_parameters,
     softmax_of_present,
     summarise_events,
 )
@@ -85,20 +86,38 @@ def constrained_softmax(
     z = np.asarray(logits, dtype=np.float64)
     if z.ndim < 1 or z.shape[-1] < 1:
         raise ValueError(f"constrained_softmax: logits: expected at least one class, got shape {z.shape}")
-    if not temperature_min > 0:
-        raise ValueError(f"constrained_softmax: temperature_min: expected a positive number, got {temperature_min}")
-    if not temperature_min <= temperature_max:
-        raise ValueError(
-            f"constrained_softmax: temperature_max: expected at least {temperature_min}, got {temperature_max}"
-        )
-    if max_iterations < 1:
-        raise ValueError(f"constrained_softmax: max_iterations: expected at least 1, got {max_iterations}")
+    require_search_parameters("constrained_softmax", temperature_min, temperature_max, max_iterations)
     rows = z.shape[:-1]
     bound, bad_bound = _row_bounds(entropy_bound, rows)
 
     is_nan, is_inf = np.isnan(z), np.isposinf(z)
     z = np.where(is_nan | is_inf, -np.inf, z)
 
+    searched = at_bounded_entropy(z, bound, temperature_min, temperature_max, temperature)
+    counts, first = summarise_events(
+        {NAN_INPUT: is_nan, INF_INPUT: is_inf, ENTROPY_OVERFLOW: searched.unreachable, DIM_MISMATCH: bad_bound}
+    )
+    return ConstrainedSoftmaxResult(searched.probabilities, searched.temperature, searched.entropy, counts, first)
+
+
+class BoundedSoftmax(NamedTuple):
+    """What `at_bounded_entropy` returns; `unreachable` where even temperature_min leaves a row over its bound."""
+
+    probabilities: NDArray[np.float64]
+    temperature: NDArray[np.float64]
+    entropy: NDArray[np.float64]
+    unreachable: NDArray[np.bool_]
+
+
+def at_bounded_entropy(
+    z: NDArray[np.float64],
+    bound: NDArray[np.float64],
+    temperature_min: float,
+    temperature_max: float,
+    temperature: ArrayLike | None,
+) -> BoundedSoftmax:
+    """Softmax over the last axis, -inf being absent, with one bound a row; at these temperatures where they are given."""
+    rows = z.shape[:-1]
     start = np.full(rows, np.clip(1.0, temperature_min, temperature_max))
     coldest = np.full(rows, float(temperature_min))
     unreachable = entropy(_at_temperature(z, coldest)) > bound + ENTROPY_TOLERANCE
@@ -106,12 +125,8 @@ def constrained_softmax(
         chosen = _bisect(z, bound, coldest, start)
     else:
         chosen = np.broadcast_to(np.asarray(temperature, dtype=np.float64), rows)
-
     p = _at_temperature(z, chosen)
-    counts, first = summarise_events(
-        {NAN_INPUT: is_nan, INF_INPUT: is_inf, ENTROPY_OVERFLOW: unreachable, DIM_MISMATCH: bad_bound}
-    )
-    return ConstrainedSoftmaxResult(p, chosen, entropy(p), counts, first)
+    return BoundedSoftmax(p, chosen, entropy(p), unreachable)
 
 
 def _row_bounds(entropy_bound: ArrayLike, rows: tuple[int, ...]) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

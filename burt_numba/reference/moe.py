@@ -12,6 +12,7 @@ from burt_numba.reference.common import (
     CAPACITY_FULL,
     DIM_MISMATCH,
     INF_INPUT,
+    finite,
     non_finite_events,
     require_shape,
     summarise_events,
@@ -132,8 +133,8 @@ def sparse_moe_dispatch(
     weight_used = np.zeros(weights.shape, bool)
     for token, choice in np.argwhere(placed[:, :, 0] >= 0).tolist():
         expert, position = placed[token, choice]
-        expert_inputs[expert, position] = _finite(tokens[token])
-        combine_weights[token, choice] = _finite(weights[token, choices[token, choice]])
+        expert_inputs[expert, position] = finite(tokens[token])
+        combine_weights[token, choice] = finite(weights[token, choices[token, choice]])
         weight_used[token, choices[token, choice]] = True
 
     counts, first = summarise_events(
@@ -194,7 +195,7 @@ def sparse_moe_combine(expert_outputs: ArrayLike, dispatch: Any, renormalize: bo
 
     is_placed = np.any(places != PADDING, axis=2)
     within = is_placed & np.all((places >= 0) & (places < outputs.shape[:2]), axis=2)
-    used = np.where(within, _finite(weights), 0.0)
+    used = np.where(within, finite(weights), 0.0)
     if renormalize:
         total = used.sum(axis=1, keepdims=True)
         used = np.divide(used, total, out=np.zeros_like(used), where=total != 0)
@@ -202,7 +203,7 @@ def sparse_moe_combine(expert_outputs: ArrayLike, dispatch: Any, renormalize: bo
     row_used = np.zeros(outputs.shape[:2], bool)
     for token, choice in np.argwhere(within).tolist():
         row = tuple(places[token, choice])
-        output[token] += used[token, choice] * _finite(outputs[row])
+        output[token] += used[token, choice] * finite(outputs[row])
         row_used[row] = True
     with np.errstate(over="ignore"):
         overflowed = np.isinf(output.astype(_storage_of(expert_outputs)))
@@ -219,7 +220,3 @@ def sparse_moe_combine(expert_outputs: ArrayLike, dispatch: Any, renormalize: bo
 
 def _storage_of(array: ArrayLike) -> type[np.floating]:
     return np.float16 if np.asarray(array).dtype == np.float16 else np.float32
-
-
-def _finite(array: NDArray[np.float64]) -> NDArray[np.float64]:
-    return np.where(np.isfinite(array), array, 0.0)
