@@ -40,6 +40,20 @@ LIMITS = {
     # A stream of updates against the float64 stream, relative in norm: each step adds at most the limit of float32, and
     # the forget gate takes old errors away again.
     "cifg_drift": 1e-4,
+    # Attention, relative error in norm: the softmax above, then a sum of products in float32 for the weights' normalised
+    # sum, whose terms are as large as the result or larger.
+    "attention_float32": 1e-5,
+    # Weights and results rounded to float16, as above.
+    "attention_float16": 2e-3,
+    # 10 bits of fraction in queries, keys, weights and values; a score's rounding counts 1 / T times.
+    "attention_tf32": 1e-2,
+    # A dot product in float32, relative to the sum of its terms' sizes: rounding is 6e-8 a term, of both signs.
+    "score_rounding": 2.5e-7,
+    # The same of terms whose factors were cut to 10 bits of fraction.
+    "score_rounding_tf32": 1e-3,
+    # ln sum exp over the contexts, beside the rounding of the scores: in nats, and relative to it.
+    "lse": 2e-6,
+    "lse_relative": 1e-6,
 }
 
 NO_EVENT = np.iinfo(np.int64).max

@@ -1,0 +1,231 @@
+"""What the tests of biencoder_attention share: inputs, guarded calls, and what every result must keep."""
+
+from typing import NamedTuple
+
+import numpy as np
+from support import LIMITS, Guarded, events_of, normal, to_target
+
+import burt_numba
+from burt_numba import reference
+
+NAN_INPUT, INF_INPUT, ENTROPY_OVERFLOW = 1, 2, 3
+
+
+class Inputs(NamedTuple):
+    """The first three arguments of biencoder_attention."""
+
+    query: np.ndarray
+    context_keys: np.ndarray
+    context_values: np.ndarray
+
+
+def inputs_of(B, H, Q, K, D, *, key_heads=None, dtype=np.float32, spread=3.0, seed=0):
+    """Normal vectors whose scores, at the default scale, have this spread."""
+    key_heads = H if key_heads is None else key_heads
+    size = np.sqrt(spread)
+    return Inputs(
+        normal((B, H, Q, D), size, dtype, seed),
+        normal((B, key_heads, K, D), size, dtype, seed + 1000),
+        normal((B, key_heads, K, D), 1.0, dtype, seed + 2000),
+    )
+
+
+def inputs_with_scores(scores, D=4, *, dtype=np.float32, seed=0):
+    """One query and contexts whose scores, at scale=1, are these numbers, exactly: the first element of the keys."""
+    query, keys = np.zeros((1, 1, 1, D), dtype), np.zeros((1, 1, len(scores), D), dtype)
+    query[..., 0], keys[0, 0, :, 0] = 1, scores
+    return Inputs(query, keys, normal(keys.shape, 1.0, dtype, seed))
+
+
+class Attended(NamedTuple):
+    """What a call gave, on the host."""
+
+    out: np.ndarray
+    temperature: np.ndarray
+    entropy: np.ndarray
+    lse: np.ndarray | None
+    counts: dict
+    first: tuple | None
+
+
+def run_biencoder(inputs, scale=None, entropy_bound=0.2, *args, skew=None, context_lengths=None, lse=None, **options):
+    """Call biencoder_attention with guarded outputs of NaN and an error buffer of its own.
+
+    With `skew`, the inputs lie between guard cells of NaN as well, and every array so many elements off alignment.
+    The sums of exponentials are asked for where there are any (without a bound), unless `lse` says otherwise.
+    """
+    arrays = [to_target(array) if skew is None else Guarded(array, np.nan, skew).array for array in inputs]
+    bound = to_target(entropy_bound) if isinstance(entropy_bound, np.ndarray) else entropy_bound
+    if context_lengths is not None:
+        is_array = isinstance(context_lengths, np.ndarray)
+        options["context_lengths"] = to_target(context_lengths) if is_array else context_lengths
+    shape, dtype = inputs.query.shape, inputs.query.dtype
+    out = Guarded(np.full(shape, np.nan, dtype), 777, skew or 0)
+    names = ["temperature_out", "entropy_out"]
+    if entropy_bound is None if lse is None else lse:
+        names.append("lse_out")
+    rows = {name: Guarded(np.full(shape[:3], np.nan, np.float32), 777, skew or 0) for name in names}
+    errors = burt_numba.ErrorBuffer()
+    returned = burt_numba.biencoder_attention(
+        *arrays,
+        scale,
+        bound,
+        *args,
+        out=out.array,
+        errors=errors,
+        **{name: output.array for name, output in rows.items()},
+        **options,
+    )
+    assert returned is out.array
+    results = [rows[name].result() if name in rows else None for name in ("temperature_out", "entropy_out", "lse_out")]
+    return Attended(out.result(), *results, *events_of(errors))
+
+
+def kind_of(inputs, precision="fp32"):
+    """The name of the arithmetic, as the limits have it."""
+    return "tf32" if precision == "tf32" and inputs.query.dtype == np.float32 else inputs.query.dtype.name
+
+
+def score_rounding(inputs, scale, precision):
+    """[B, H, Q]: how far a score may be off, from the sizes of the terms of its sum."""
+    query, keys, _ = (np.abs(np.where(np.isfinite(a), a, 0).astype(np.float64)) for a in inputs)
+    if keys.shape[2] == 0 or query.size == 0:
+        return np.zeros(query.shape[:3])
+    keys = np.repeat(keys, query.shape[1] // keys.shape[1], axis=1)
+    terms = (query @ keys.swapaxes(2, 3)).max(axis=3)
+    name = "score_rounding_tf32" if kind_of(inputs, precision) == "tf32" else "score_rounding"
+    return LIMITS[name] * terms * abs(query.shape[3] ** -0.5 if scale is None else scale)
+
+
+def assert_attended(
+    outcome,
+    inputs,
+    scale=None,
+    entropy_bound=0.2,
+    temperature_min=0.01,
+    temperature_max=10.0,
+    max_iterations=20,
+    *,
+    context_lengths=None,
+    precision="fp32",
+    may_run_out=False,
+):
+    """Everything that biencoder_attention promises about its outputs and its events.
+
+    `may_run_out`: max_iterations is small, so the entropy may be lower than the band.
+    """
+    temperature_min = float(np.float32(temperature_min))
+    start = float(np.clip(np.float32(1.0), temperature_min, np.float32(temperature_max)))
+
+    def at(temperature):
+        return reference.biencoder_attention(
+            *inputs,
+            scale,
+            entropy_bound,
+            temperature_min,
+            max(start, temperature_max),
+            context_lengths=context_lengths,
+            temperature=np.broadcast_to(temperature, inputs.query.shape[:3]),
+        )
+
+    out, temperature, entropy = outcome.out, outcome.temperature, outcome.entropy
+    assert out.shape == inputs.query.shape and out.dtype == inputs.query.dtype
+    for name, array in (("out", out), ("temperature", temperature), ("entropy", entropy)):
+        assert np.isfinite(array).all(), f"{name}: {np.count_nonzero(~np.isfinite(array))} entries are not finite"
+    assert ((temperature >= np.float32(temperature_min)) & (temperature <= np.float32(start))).all()
+
+    expected = at(temperature)
+    rounding = score_rounding(inputs, scale, precision)
+    spread = rounding / temperature
+    limit = LIMITS[f"attention_{kind_of(inputs, precision)}"] + 2 * spread
+    assert_rows_of_values(out, expected, inputs, limit)
+
+    # A score that is off by r moves an entropy by at most 2 H r / T: dH/dz_j = -p_j (ln p_j + H) / T.
+    moved = 2 * spread * expected.entropy
+    reported = LIMITS["entropy_reported"] + LIMITS["entropy_reported_relative"] * expected.entropy + moved
+    assert (np.abs(entropy - expected.entropy) <= reported).all(), f"{np.max(np.abs(entropy - expected.entropy))}"
+
+    bound = np.asarray(np.inf if entropy_bound is None else entropy_bound, np.float64)
+    bound = np.where(bound >= 0, bound, 0.0)
+    bound = np.broadcast_to(bound[:, None] if bound.ndim else bound, temperature.shape)
+    hot, cold, over = at(start).entropy, at(temperature_min).entropy, LIMITS["entropy_over"]
+    hot_moved, cold_moved = 2 * rounding / start * hot, 2 * rounding / temperature_min * cold
+    within = hot <= bound - over - hot_moved
+    assert (temperature[within] == np.float32(start)).all(), "searched where the bound held already"
+    out_of_reach, perhaps = cold > bound + over + cold_moved, cold > bound + over - cold_moved
+    assert (temperature[out_of_reach] == np.float32(temperature_min)).all(), "gave up above temperature_min"
+    excess = expected.entropy - bound - over - moved
+    assert (excess[~perhaps] <= 0).all(), f"over the bound by {np.max(excess[~perhaps])}"
+    if not may_run_out:
+        under = np.maximum(LIMITS["entropy_under_relative"] * bound, LIMITS["entropy_under"]) + moved
+        active = (hot > bound + over + hot_moved) & (cold <= bound - cold_moved)
+        lack = bound[active] - under[active] - expected.entropy[active]
+        assert (lack <= 0).all(), f"under the band by {np.max(lack)}"
+
+    if outcome.lse is not None:
+        assert_sums(outcome.lse, expected.lse, rounding / start)
+    assert_events(outcome, expected, inputs, int(out_of_reach.sum()), int(perhaps.sum()))
+
+
+def assert_rows_of_values(out, expected, inputs, limit):
+    """Each row within its limit of the reference, by the size of what was added up: values of both signs cancel."""
+    if out.size == 0:
+        return
+    sizes = np.abs(np.where(np.isfinite(inputs.context_values), inputs.context_values, 0).astype(np.float64))
+    sizes = np.repeat(sizes, out.shape[1] // sizes.shape[1], axis=1)
+    scale = np.linalg.norm(expected.weights @ sizes, axis=3)
+    error = np.linalg.norm(out.astype(np.float64) - expected.output, axis=3)
+    assert (error[scale == 0] == 0).all(), "a row that should be exactly 0 is not"
+    # Below the smallest normal float16 the steps between numbers are 6e-8.
+    smallest = 6e-8 * np.sqrt(out.shape[3]) if out.dtype == np.float16 else 0.0
+    excess = error - limit * scale - smallest
+    worst = np.unravel_index(np.argmax(excess), excess.shape)
+    assert excess[worst] <= 0, (
+        f"row {worst}: error {error[worst] / scale[worst]:.3g} over {limit[worst]:.3g} of the size of its values"
+    )
+
+
+def assert_sums(lse, expected, rounding):
+    """ln sum exp, -inf where the reference has it."""
+    empty = np.isneginf(expected)
+    assert (np.isneginf(lse) == empty).all() and not np.isnan(lse).any()
+    sums = np.where(empty, 0.0, expected)
+    error = np.abs(np.where(empty, 0.0, lse) - sums)
+    assert (error <= LIMITS["lse"] + LIMITS["lse_relative"] * np.abs(sums) + rounding).all(), f"{error.max()}"
+
+
+def assert_events(outcome, expected, inputs, surely_out_of_reach, perhaps_out_of_reach):
+    """Counts and first index of the reference.
+
+    A bad element of the values may be counted once for each query, and a row whose entropy at temperature_min is its
+    bound, but for the rounding of its scores, may be recorded or not.
+    """
+    counts, wanted = dict(outcome.counts), dict(expected.counts)
+    rows = counts.pop(ENTROPY_OVERFLOW, 0)
+    wanted.pop(ENTROPY_OVERFLOW, 0)
+    assert surely_out_of_reach <= rows <= perhaps_out_of_reach
+    _, H, Q, _ = inputs.query.shape
+    assert counts.keys() == wanted.keys()
+    for code, where in ((NAN_INPUT, np.isnan), (INF_INPUT, np.isinf)):
+        in_values = int(np.count_nonzero(where(inputs.context_values)))
+        most = wanted.get(code, 0) + in_values * (H // max(1, inputs.context_values.shape[1]) * Q - 1)
+        assert wanted.pop(code, 0) <= counts.pop(code, 0) <= max(0, most)
+    assert counts == wanted
+    if surely_out_of_reach == perhaps_out_of_reach:
+        assert outcome.first == expected.first
+
+
+def check_biencoder(inputs, *args, skew=None, context_lengths=None, precision="fp32", **options):
+    """Run biencoder_attention and hold it to everything it promises. Returns the outcome."""
+    given = {"context_lengths": context_lengths, "precision": precision}
+    outcome = run_biencoder(inputs, *args, skew=skew, **given, **options)
+    assert_attended(outcome, inputs, *args, **given)
+    return outcome
+
+
+def same_results(one, other):
+    """Every output has the same bits, and the events are the same."""
+    alike = all(
+        (a is None and b is None) or a.tobytes() == b.tobytes() for a, b in zip(one[:4], other[:4], strict=True)
+    )
+    return alike and one[4:] == other[4:]
