@@ -40,8 +40,8 @@ LIMITS = {
     # A stream of updates against the float64 stream, relative in norm: each step adds at most the limit of float32, and
     # the forget gate takes old errors away again.
     "cifg_drift": 1e-4,
-    # Attention, relative error in norm: the softmax above, then a sum of products in float32 for the weights' normalised
-    # sum, whose terms are as large as the result or larger.
+    # Attention, relative error in norm, by the size of the values that are added up: the softmax above, then a sum of
+    # products in float32.
     "attention_float32": 1e-5,
     # Weights and results rounded to float16, as above.
     "attention_float16": 2e-3,

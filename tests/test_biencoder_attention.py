@@ -599,7 +599,7 @@ def test_a_wrong_variant_fails(wrong):
 def test_a_bound_that_is_ignored_fails():
     outcome = run_biencoder(WRONG_INPUTS, None, None)
     assert_attended(outcome, WRONG_INPUTS, None, None)
-    with pytest.raises(AssertionError, match="over the bound|gave up"):
+    with pytest.raises(AssertionError, match=r"over the bound|gave up"):
         assert_attended(outcome._replace(lse=None), WRONG_INPUTS)
     loose = run_biencoder(WRONG_INPUTS, None, 0.2004)
     with pytest.raises(AssertionError, match="over the bound"):
