@@ -116,7 +116,7 @@ def at_bounded_entropy(
     temperature_max: float,
     temperature: ArrayLike | None,
 ) -> BoundedSoftmax:
-    """Softmax over the last axis, -inf being absent, with one bound a row; at given temperatures where there are any."""
+    """Softmax over the last axis, -inf being absent, with one bound a row; at given temperatures, if there are any."""
     rows = z.shape[:-1]
     start = np.full(rows, np.clip(1.0, temperature_min, temperature_max))
     coldest = np.full(rows, float(temperature_min))
