@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from burt_numba import kernels, reference, simulator
     from burt_numba.attention_softmax import attention_softmax
+    from burt_numba.biencoder_attention import biencoder_attention
     from burt_numba.cifg import batched_cifg_update, cifg_update
     from burt_numba.constrained_softmax import constrained_softmax
     from burt_numba.host.errors import (
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from burt_numba.moe import MoeDispatch, sparse_moe_combine, sparse_moe_dispatch
     from burt_numba.planning import plan
 
-_FUNCTIONS = ("attention_softmax", "constrained_softmax")
+_FUNCTIONS = ("attention_softmax", "biencoder_attention", "constrained_softmax")
 _ERRORS = (
     "BurtDimensionError",
     "BurtError",
@@ -62,6 +63,7 @@ __all__ = [
     "MoeDispatch",
     "attention_softmax",
     "batched_cifg_update",
+    "biencoder_attention",
     "check",
     "cifg_update",
     "constrained_softmax",

@@ -14,9 +14,7 @@ import numpy as np
 from burt_numba.host.arrays import family_of
 from burt_numba.host.checks import (
     FLOATING,
-    require_count,
     require_dtype,
-    require_number,
     require_output,
     require_shape,
 )
@@ -44,12 +42,11 @@ from burt_numba.softmax_launches import (
     vector_columns,
 )
 from burt_numba.target import DOCUMENTED_THREADS, has_clusters
+from burt_numba.temperatures import require_search_parameters
 from burt_numba.validation import validation_launch
 
 _NAME = "constrained_softmax"
 _LOGITS, _BOUNDS, _TEMPERATURE, _ENTROPY, _OUT = range(5)
-_SMALLEST_START, _LARGEST_START = 1e-35, 1e35
-"""Between these the search may start: its reciprocal and the range of gaps at it are float32 numbers."""
 _ENTROPY_BOUND, _TEMPERATURE_MIN, _TEMPERATURE_MAX, _MAX_ITERATIONS = range(4)
 
 
@@ -147,21 +144,7 @@ _MOST_KNOWN_NUMBERS = 1024
 def _check_numbers(
     entropy_bound: Any, temperature_min: Any, temperature_max: Any, max_iterations: Any
 ) -> tuple[float, float, float, int]:
-    numbers = (
-        require_number(_NAME, "entropy_bound", entropy_bound, 0.0),
-        require_number(_NAME, "temperature_min", temperature_min, 0.0, strict=True),
-        require_number(_NAME, "temperature_max", temperature_max, 0.0, strict=True),
-        min(require_count(_NAME, "max_iterations", max_iterations, 1), 2**31 - 1),
-    )
-    if numbers[1] > _LARGEST_START or numbers[2] < _SMALLEST_START:
-        raise BurtDimensionError(
-            f"{_NAME}: temperature_min, temperature_max: expected a range that reaches into "
-            f"[{_SMALLEST_START:g}, {_LARGEST_START:g}], got {temperature_min!r}, {temperature_max!r}"
-        )
-    if numbers[1] > numbers[2]:
-        raise BurtDimensionError(
-            f"{_NAME}: temperature_min: expected at most temperature_max = {temperature_max!r}, got {temperature_min!r}"
-        )
+    numbers = require_search_parameters(_NAME, entropy_bound, temperature_min, temperature_max, max_iterations)
     given = entropy_bound, temperature_min, temperature_max, max_iterations
     # A tensor of one element is a number too, but may hold another one the next time.
     if all(isinstance(value, (float, int, np.generic)) for value in given):

@@ -6,6 +6,8 @@ from typing import Any
 
 from burt_numba.attention_softmax import plan as _plan_attention_softmax
 from burt_numba.attention_softmax import specialisations as _attention_softmax_specialisations
+from burt_numba.biencoder_attention import plan as _plan_biencoder_attention
+from burt_numba.biencoder_attention import specialisations as _biencoder_attention_specialisations
 from burt_numba.cifg import plan as _plan_cifg_update
 from burt_numba.cifg import plan_batched as _plan_batched_cifg_update
 from burt_numba.cifg import specialisations as _cifg_specialisations
@@ -22,6 +24,7 @@ from burt_numba.validation import validation_specialisations
 _PLANS = {
     "attention_softmax": _plan_attention_softmax,
     "batched_cifg_update": _plan_batched_cifg_update,
+    "biencoder_attention": _plan_biencoder_attention,
     "cifg_update": _plan_cifg_update,
     "constrained_softmax": _plan_constrained_softmax,
     "sparse_moe_combine": _plan_sparse_moe_combine,
@@ -30,6 +33,7 @@ _PLANS = {
 
 SPECIALISATIONS = (
     _attention_softmax_specialisations,
+    _biencoder_attention_specialisations,
     _cifg_specialisations,
     _constrained_softmax_specialisations,
     _moe_specialisations,
@@ -56,7 +60,8 @@ def plan(name: str, *, compute_capability: tuple[int, int] = (9, 0), **dims: Any
         leaves out W_f, and of a batch all but C; temporary bytes count the workspace that the functions keep.
         ``sparse_moe_dispatch``, ``sparse_moe_combine``: batch_size (tokens), d_model, num_experts, top_k (2),
         expert_capacity (that of the function), dtype ("float32"), multiprocessors (132). There is no documented launch
-        for combining.
+        for combining. ``biencoder_attention``: batch_size, num_heads, key_heads (num_heads), query_len, context_len,
+        d_head, dtype ("float32"), precision ("fp32").
 
     Returns
     -------

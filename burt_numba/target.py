@@ -22,6 +22,9 @@ DOCUMENTED_CIFG_THREADS = 256
 DOCUMENTED_MOE_THREADS = 512
 """Those of the mixture of experts: twice as many as the documented block has at most."""
 
+DOCUMENTED_BIENCODER_THREADS = 256
+"""Those of attention to contexts: twice as many as the documented block has at most."""
+
 COUNTER_STRIDE = 16
 """int64 cells between the counters of two groups of blocks: one cache line each."""
 

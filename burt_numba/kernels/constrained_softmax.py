@@ -17,16 +17,14 @@ from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
 from burt_numba.device.entropy import (
     GAP_RANGE,
     SUMMED_TOGETHER,
-    UNREACHED_TOLERANCE,
     column_sums,
     entropy_search,
     first_beta,
     gap_of,
     last_beta,
-    temperature_of,
 )
-from burt_numba.device.events import DIM_MISMATCH, ENTROPY_OVERFLOW, record_event
 from burt_numba.device.numeric import NEGATIVE_INFINITY, exp2, maximum
+from burt_numba.device.row_bounds import report_row, row_bound
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import clean, is_bad, report_bad_elements, row_offset, row_place
 from burt_numba.device.vector import fill_vector, load_vector, store_vector, unpack_vectors
@@ -35,30 +33,6 @@ from burt_numba.target import DOCUMENTED_THREADS, GROUP_BLOCK
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-
-
-@cuda.jit(device=True)
-def _row_bound(row_bounds, place, entropy_bound, row, reports, errors):
-    """The row's own bound where bounds are given; one that is no bound counts as 0 and is reported by one thread."""
-    if row_bounds.size == 0:
-        return entropy_bound
-    bound = row_bounds[place]
-    if bound >= _ZERO:
-        return bound
-    if reports:
-        record_event(errors, DIM_MISMATCH, 1, row)
-    return _ZERO
-
-
-@cuda.jit(device=True)
-def _report_row(row, beta, entropy, bound, temperature_min, temperature_max, temperature_out, entropy_out, errors):
-    """One thread writes what is wanted about the row, and reports a bound that was out of reach."""
-    if temperature_out.size > 0:
-        temperature_out[row] = temperature_of(beta, temperature_min, temperature_max)
-    if entropy_out.size > 0:
-        entropy_out[row] = entropy
-    if entropy > bound + UNREACHED_TOLERANCE:
-        record_event(errors, ENTROPY_OVERFLOW, 1, row)
 
 
 @cuda.jit(device=True)
@@ -131,7 +105,7 @@ def constrained_softmax_kernel(
     gap_limit = GAP_RANGE / lowest_beta
     phase = 0
     for row in range(cuda.blockIdx.x, batch_size, cuda.gridDim.x):
-        bound = _row_bound(row_bounds, row, np.float32(entropy_bound), row, thread == 0, errors)
+        bound = row_bound(row_bounds, row, np.float32(entropy_bound), row, thread == 0, errors)
         row_logits = logits[row]
         row_max, bad = _scan_row(row_logits, 0, 1, staged, thread, num_classes, threads, 0, num_classes)
         if any_lane(bad, FULL_MASK):
@@ -149,7 +123,7 @@ def constrained_softmax_kernel(
         for column in range(thread, num_classes, threads):
             output[row, column] = exp2(-beta * _scanned_gap(source, column)) * scale
         if thread == 0:
-            _report_row(
+            report_row(
                 row,
                 beta,
                 entropy,
@@ -313,7 +287,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             if row_max == NEGATIVE_INFINITY:
                 row_max = _ZERO
             reports = thread == 0 and part_start == 0
-            bound = _row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
+            bound = row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
             lowest_beta = first_beta(temperature_min, temperature_max)
             highest_beta = last_beta(temperature_min, lowest_beta)
             gap_limit = GAP_RANGE / lowest_beta
@@ -323,7 +297,7 @@ def rows_kernel(threads: int, per_thread: int, vector: int, blocks: int):
             beta, total, entropy, _phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
             # Before the row is written: a report takes its time, and the other warps need not wait for it.
             if reports:
-                _report_row(
+                report_row(
                     output_row,
                     beta,
                     entropy,
@@ -423,7 +397,7 @@ def streamed_kernel(blocks: int):
             row_max = _ZERO
         reports = cuda.threadIdx.x == 0 and part_start == 0
         bound_place = bound_origin + row_offset(place, bound_stride0, bound_stride1, bound_stride2)
-        bound = _row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
+        bound = row_bound(row_bounds, bound_place, entropy_bound, output_row, reports, errors)
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)
         gap_limit = GAP_RANGE / lowest_beta
@@ -435,7 +409,7 @@ def streamed_kernel(blocks: int):
         for column in range(first_column, part_end, threads):
             output[output_offset + column] = exp2(-beta * _scanned_gap(source, column)) * scale
         if reports:
-            _report_row(
+            report_row(
                 output_row, beta, entropy, bound, temperature_min, temperature_max, temperature_out, entropy_out, errors
             )
 

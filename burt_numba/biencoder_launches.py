@@ -1,0 +1,103 @@
+"""Launch choices of attention to retrieved contexts, and how its kernels lay out shared memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from burt_numba.host.compiling import KernelSpec, kernel_in
+from burt_numba.target import MAX_CLUSTER_BLOCKS, has_clusters, most_shared_bytes
+
+MOST_DIMS = 256
+"""Elements of a vector."""
+ROWS_BLOCK = 256
+"""Threads of a block that works on one query, at most."""
+ROWS_LANES = 8
+"""Lanes that share a key, and keys that each of them has in flight: of 32 contexts a lane ends with one score."""
+ROWS_VALUES = 4
+"""Values that a lane has in flight."""
+PARTIALS_CELL = MOST_DIMS
+PARTS_CELL = PARTIALS_CELL + ROWS_BLOCK // 32 * MOST_DIMS
+SCORES_CELL = PARTS_CELL + MAX_CLUSTER_BLOCKS * MOST_DIMS
+"""Floats of shared memory before what the warps have added up, before what the blocks of a cluster have, and before
+the scores; the query comes first. Of a query of one block, the scores begin where the parts of blocks would."""
+_STATIC_BYTES = 2048
+_FEW_CONTEXTS = 1024
+"""Up to this many, blocks of a cluster take longer to meet than one of them for all."""
+_FEW_ROWS = 256
+"""Up to this many queries, one block each leaves much of the device idle."""
+
+
+class Sizes(NamedTuple):
+    """Of a call: B, H, Hk, Q, K, D."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    contexts: int
+    dims: int
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.heads * self.queries
+
+
+class Choice(NamedTuple):
+    """A kernel, and how it is launched over some rows."""
+
+    kernel: KernelSpec
+    grid: int
+    threads: int
+    shared_bytes: int
+    cluster: int = 1
+
+
+def rows_kernel_spec(vector: int, dtype: str, blocks: int) -> KernelSpec:
+    """``dtype``: as arguments have it."""
+    return KernelSpec(
+        "biencoder_rows",
+        kernel_in("biencoder_rows", "rows_kernel"),
+        (vector, int(dtype == "f2"), blocks),
+        (ROWS_BLOCK, 2),
+        blocks > 1,
+    )
+
+
+def choose(sizes: Sizes, rows: int, vector: int, dtype: str, precision: str, capability: tuple[int, int]) -> Choice:
+    """The launch for so many of the rows; ``vector``: elements of an access."""
+    return _choose_rows(sizes.contexts, rows, vector, dtype, capability)
+
+
+def _choose_rows(contexts: int, rows: int, vector: int, dtype: str, capability: tuple[int, int]) -> Choice:
+    most = most_shared_bytes(capability) - _STATIC_BYTES
+    chunks = max(-(-contexts // 32), 1)
+    blocks, first_score = 1, PARTS_CELL
+    if has_clusters(capability) and (
+        4 * (PARTS_CELL + 32 * chunks) > most or (contexts > _FEW_CONTEXTS and rows <= _FEW_ROWS)
+    ):
+        blocks, first_score = MAX_CLUSTER_BLOCKS, SCORES_CELL
+    shared_bytes = 4 * (first_score + 32 * -(-chunks // blocks))
+    if shared_bytes > most:
+        # Without room for scores each evaluation computes them again.
+        shared_bytes = 4 * first_score
+    threads = min(32 * chunks, ROWS_BLOCK) if blocks == 1 else ROWS_BLOCK
+    return Choice(rows_kernel_spec(vector, dtype, blocks), rows * blocks, threads, shared_bytes, blocks)
+
+
+class DocumentedTiles(NamedTuple):
+    """The documented launch: a block has ``queries`` queries of a head at a time, and ``contexts`` threads."""
+
+    queries: int
+    contexts: int
+
+    @classmethod
+    def of(cls, dims: int) -> DocumentedTiles:
+        return cls(DOCUMENTED_QUERIES, 128 if dims <= _SHORT_DIMS else 64)
+
+    def shared_bytes(self, dims: int) -> int:
+        return 4 * (self.queries * dims + self.contexts * dims + self.queries * self.contexts)
+
+
+DOCUMENTED_QUERIES = 16
+_SHORT_DIMS = 64
+"""Up to this many, a tile of twice as many keys takes no more shared memory than the usual 48 KB."""

@@ -1,0 +1,431 @@
+"""The kernel of biencoder_attention that has one query a block, or a cluster of blocks.
+
+It takes everything: few queries and many contexts, where the keys are what is read, and whatever no kernel with tiles
+of queries does. A warp takes 32 contexts at a time:
+
+    keys      lanes 0 .. 7 share those of contexts 0 .. 7, lanes 8 .. 15 of 8 .. 15, ...; lane t ends with score t
+    values    of the contexts that carry weight, each by as many lanes as have a vector of it
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+
+from burt_numba.backend import cuda
+from burt_numba.biencoder_launches import (
+    MOST_DIMS,
+    PARTIALS_CELL,
+    PARTS_CELL,
+    ROWS_BLOCK,
+    ROWS_LANES,
+    ROWS_VALUES,
+    SCORES_CELL,
+)
+from burt_numba.device.attention import (
+    HALF_MAX,
+    context_count,
+    finite_result,
+    load_query,
+    mended_score,
+    report_sum,
+    smallest_weight,
+)
+from burt_numba.device.block import SCRATCH_SIZE
+from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
+from burt_numba.device.cluster import cluster_barrier, cluster_store
+from burt_numba.device.entropy import GAP_RANGE, column_sums, entropy_search, first_beta, gap_of, last_beta
+from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, exp2, maximum
+from burt_numba.device.row_bounds import report_row, row_bound
+from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
+from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
+from burt_numba.device.vector import element_at, load_vector, store_vector, unpack_vectors
+from burt_numba.device.warp import (
+    FULL_MASK,
+    any_lane,
+    count_lanes,
+    count_lanes_before,
+    lanes_where,
+    shuffle,
+    shuffle_xor,
+    sync_warp,
+)
+
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+
+
+@cuda.jit(device=True)
+def _fold(sums, step, lane):
+    """Half of the sums go to the lane that differs in the bit ``step``, which keeps those; both add what they get."""
+    upper = lane & step != 0
+    for place in range(step):
+        kept = sums[place + step] if upper else sums[place]
+        given = sums[place] if upper else sums[place + step]
+        sums[place] = kept + shuffle_xor(given, step, FULL_MASK)
+
+
+def _row_loads(vector: int, width: int, rows: int):
+    """(load, finish) for ``width`` elements of each of some rows at a time: by one access, or element by element.
+
+    ``load`` takes them to a place, ``finish`` makes float32 values of what all loads have brought. Element by element,
+    those beyond the ``left`` that there are become 0.
+    """
+    if vector > 1:
+        load_wide, unpack = load_vector(width), unpack_vectors(width, rows)
+
+        @cuda.jit(device=True)
+        def load(source, offset, stride, left, words, values, place):
+            load_wide(source, offset, words, place)
+
+        @cuda.jit(device=True)
+        def finish(source, words, values):
+            unpack(source, words, values)
+
+    else:
+
+        @cuda.jit(device=True)
+        def load(source, offset, stride, left, words, values, place):
+            for element in range(width):
+                values[place + element] = _ZERO
+                if element < left:
+                    values[place + element] = np.float32(element_at(source, offset + element * stride))
+
+        @cuda.jit(device=True)
+        def finish(source, words, values):
+            pass
+
+    return load, finish
+
+
+@cache
+def rows_kernel(vector: int, half: int, blocks: int):
+    """The kernel for accesses of ``vector`` elements (1: any strides), of float16 or of float32, ``blocks`` a query.
+
+    Whatever the access, a lane takes the same elements at a time, and adds in the same order.
+    """
+    width = 8 if half else 4
+    key_cells = ROWS_LANES * width
+    pieces = MOST_DIMS // (32 * width)
+    piece_cells = pieces * width
+    value_cells = ROWS_VALUES * piece_cells
+    first_score = PARTS_CELL if blocks == 1 else SCORES_CELL
+    limit = HALF_MAX if half else FLOAT32_MAX
+    reductions = row_reductions(ANY_THREADS if blocks == 1 else ROWS_BLOCK, blocks)
+    begin_row, block_rank, reduce_max = reductions.begin, reductions.rank, reductions.maximum
+    load_key, finish_keys = _row_loads(vector, width, ROWS_LANES)
+    load_value, finish_values = _row_loads(vector, width, ROWS_VALUES * pieces)
+    load_part, unpack_part = load_vector(width), unpack_vectors(width, 1)
+    store_part = store_vector(width)
+
+    @cuda.jit(device=True)
+    def chunk_score(source, context, reports):
+        """The score of a lane's context, -inf where there is none; the lanes of a warp call it with 32 in a row."""
+        keys, place, shared, buffers, contexts, dims, scale, errors = source
+        key_start, key_stride, dim_stride, key_index, score_index, reports_keys = place
+        words, values, sums, query_words, query_values = buffers
+        lane = np.int32(cuda.laneid & (ROWS_LANES - 1))
+        first = np.int32(context - lane)
+        for key in range(ROWS_LANES):
+            sums[key] = _ZERO
+        for start in range(0, dims, ROWS_LANES * width):
+            dim = np.int32(start + lane * width)
+            if dim < dims:
+                offset = key_start + np.int64(dim) * dim_stride
+                for key in range(ROWS_LANES):
+                    # Beyond the last context, that one again.
+                    each = np.int64(min(np.int32(first + key), np.int32(contexts - 1)))
+                    load_key(keys, offset + each * key_stride, dim_stride, dims - dim, words, values, key * width)
+                load_part(shared, np.int64(dim), query_words, 0)
+                unpack_part(shared, query_words, query_values)
+                finish_keys(keys, words, values)
+                for key in range(ROWS_LANES):
+                    for element in range(width):
+                        sums[key] += query_values[element] * values[key * width + element]
+        _fold(sums, 4, lane)
+        _fold(sums, 2, lane)
+        _fold(sums, 1, lane)
+        score = sums[0] * scale
+        is_present = context < contexts
+        if any_lane(is_present and not_finite(score), FULL_MASK):
+            own = np.int64(context)
+            score = mended_score(
+                score,
+                is_present,
+                shared,
+                0,
+                keys,
+                key_start + own * key_stride,
+                dim_stride,
+                dims,
+                scale,
+                key_index + own * dims,
+                score_index + own,
+                reports and reports_keys,
+                reports,
+                errors,
+            )
+        return score if is_present else NEGATIVE_INFINITY
+
+    @cuda.jit(device=True)
+    def read_gap(source, context):
+        """The gap of a lane's context: from shared memory, or computed again where that is too short."""
+        scores, shared, part_start, is_resident, row_max, gap_limit = source
+        if is_resident:
+            return shared[first_score + context - part_start]
+        return gap_of(row_max, chunk_score(scores, context, False), gap_limit)
+
+    search = entropy_search(column_sums(read_gap, reductions.sum3))
+
+    @cuda.jit(device=True)
+    def add_values(source, values, place, kept, buffers, part, beta, total, dims, errors):
+        """A warp adds up the weighted values of its contexts: (lanes a value, whether a sum is not finite).
+
+        A sum that is not finite is made once more, of finite elements alone.
+        """
+        value_start, value_stride, dim_stride, value_index = place
+        words, cells, sums, shares = buffers
+        part_start, part_padded, smallest = part
+        lane = np.int32(cuda.laneid)
+        lanes = np.int32(1)
+        while lanes < 32 and lanes * width < dims:
+            lanes = np.int32(lanes << 1)
+        member = np.int32(lane & (lanes - 1))
+        groups = np.int32(32 // lanes)
+        group = np.int32(lane // lanes)
+        list_start = np.int32(cuda.threadIdx.x - lane)
+        mends = False
+        adding = True
+        while adding:
+            bad = False
+            for cell in range(piece_cells):
+                sums[cell] = _ZERO
+            for context in range(part_start + cuda.threadIdx.x, part_padded, cuda.blockDim.x):
+                weight = exp2(-beta * read_gap(source, context)) * total
+                is_kept = weight > smallest
+                found = lanes_where(is_kept, FULL_MASK)
+                count = count_lanes(found)
+                if is_kept:
+                    kept[list_start + count_lanes_before(found)] = lane
+                sync_warp()  # the list of the warp is complete
+                if mends and count > 0:
+                    own = np.int64(context)
+                    last = np.int64(dims) if is_kept else np.int64(0)
+                    report_not_finite(
+                        values,
+                        value_start + own * value_stride,
+                        dim_stride,
+                        np.int64(0),
+                        1,
+                        last,
+                        np.int64(1),
+                        value_index + own * dims,
+                        errors,
+                        32,
+                        FULL_MASK,
+                    )
+                for start in range(0, count, groups * ROWS_VALUES):
+                    for row in range(ROWS_VALUES):
+                        rank = np.int32(start + row * groups + group)
+                        # Beyond the last value, that one again, without weight.
+                        chosen = kept[list_start + min(rank, np.int32(count - 1))]
+                        share = shuffle(weight, chosen, FULL_MASK)
+                        shares[row] = share if rank < count else _ZERO
+                        offset = value_start + np.int64(context - lane + chosen) * value_stride
+                        for piece in range(pieces):
+                            dim = np.int32((piece * lanes + member) * width)
+                            cell = (row * pieces + piece) * width
+                            if dim < dims:
+                                load_value(
+                                    values,
+                                    offset + np.int64(dim) * dim_stride,
+                                    dim_stride,
+                                    dims - dim,
+                                    words,
+                                    cells,
+                                    cell,
+                                )
+                            else:
+                                for element in range(width):
+                                    words[cell + element] = np.uint32(0)
+                                    cells[cell + element] = _ZERO
+                    finish_values(values, words, cells)
+                    for row in range(ROWS_VALUES):
+                        for cell in range(piece_cells):
+                            value = cells[row * piece_cells + cell]
+                            sums[cell] += shares[row] * (finite_or_zero(value) if mends else value)
+                sync_warp()  # the list has been read
+            for cell in range(piece_cells):
+                bad |= not_finite(sums[cell])
+            adding = any_lane(bad, FULL_MASK) and not mends
+            mends = True
+        step = lanes
+        while step < 32:
+            for cell in range(piece_cells):
+                sums[cell] += shuffle_xor(sums[cell], step, FULL_MASK)
+            step = np.int32(step << 1)
+        return lanes
+
+    @cuda.jit
+    def biencoder_rows_kernel(
+        query,
+        keys,
+        values,
+        output,
+        first_row,
+        rows,
+        heads,
+        group,
+        queries,
+        contexts,
+        dims,
+        query_origin,
+        query_sample_stride,
+        query_head_stride,
+        query_stride,
+        query_dim_stride,
+        keys_origin,
+        keys_sample_stride,
+        keys_head_stride,
+        key_stride,
+        key_dim_stride,
+        values_origin,
+        values_sample_stride,
+        values_head_stride,
+        value_stride,
+        value_dim_stride,
+        scale,
+        entropy_bound,
+        temperature_min,
+        temperature_max,
+        max_iterations,
+        head_bounds,
+        bounds_origin,
+        bound_stride,
+        context_lengths,
+        lengths_origin,
+        length_stride,
+        temperature_out,
+        entropy_out,
+        lse_out,
+        errors,
+    ):
+        scratch = cuda.shared.array(SCRATCH_SIZE, np.float32)
+        exchange = cuda.shared.array(EXCHANGE_SIZE, np.float32)
+        kept = cuda.shared.array(ROWS_BLOCK, np.int32)
+        shared = cuda.shared.array(0, np.float32)
+        key_words = cuda.local.array(key_cells, np.uint32)
+        key_values = cuda.local.array(key_cells, np.float32)
+        key_sums = cuda.local.array(ROWS_LANES, np.float32)
+        query_words = cuda.local.array(width, np.uint32)
+        query_values = cuda.local.array(width, np.float32)
+        value_words = cuda.local.array(value_cells, np.uint32)
+        value_values = cuda.local.array(value_cells, np.float32)
+        value_sums = cuda.local.array(piece_cells, np.float32)
+        shares = cuda.local.array(ROWS_VALUES, np.float32)
+        begin_row()
+        thread = np.int32(cuda.threadIdx.x)
+        threads = np.int32(cuda.blockDim.x)
+        row = first_row + np.int64(cuda.blockIdx.x // blocks)
+        sample_head = row // queries
+        index = row - sample_head * queries
+        sample = sample_head // heads
+        head = sample_head - sample * heads
+        key_head = head // group
+        rank = np.int32(block_rank())
+        leads = rank == 0
+        reports_length = leads and thread == 0 and head == 0 and index == 0
+        length_place = lengths_origin + sample * length_stride
+        length = context_count(context_lengths, length_place, contexts, sample, reports_length, errors)
+        # Parts are whole chunks of warps.
+        part_size = np.int32(((length + 32 * blocks - 1) // (32 * blocks)) * 32)
+        part_start = np.int32(min(rank * part_size, length))
+        part_end = np.int32(min(part_start + part_size, length))
+        part_padded = np.int32(part_start + ((part_end - part_start + 31) & ~31))
+
+        query_start = query_origin + sample * query_sample_stride + head * query_head_stride + index * query_stride
+        for dim in range(thread, MOST_DIMS, threads):
+            shared[dim] = _ZERO
+        cuda.syncthreads()  # what lies beyond the last element is zero
+        load_query(query, query_start, query_dim_stride, dims, shared, 0, row * dims, leads, errors)
+        cuda.syncthreads()  # the query is there
+
+        key_place = (
+            keys_origin + sample * keys_sample_stride + key_head * keys_head_stride,
+            key_stride,
+            key_dim_stride,
+            (sample * (heads // group) + key_head) * contexts * dims,
+            row * contexts,
+            index == 0 and head == key_head * group,
+        )
+        key_buffers = (key_words, key_values, key_sums, query_words, query_values)
+        scores = (keys, key_place, shared, key_buffers, length, dims, scale, errors)
+        is_resident = shared.size >= first_score + part_size
+        row_max = NEGATIVE_INFINITY
+        for context in range(part_start + thread, part_padded, threads):
+            score = chunk_score(scores, np.int32(context), True)
+            row_max = maximum(row_max, score)
+            if is_resident:
+                shared[first_score + context - part_start] = score
+        row_max = reduce_max(row_max, scratch, exchange, 0)
+        if row_max == NEGATIVE_INFINITY:
+            row_max = _ZERO
+        reports = leads and thread == 0
+        bound_place = bounds_origin + head * bound_stride
+        reports_bound = reports and sample == 0 and index == 0
+        bound = row_bound(head_bounds, bound_place, entropy_bound, head, reports_bound, errors)
+        lowest_beta = first_beta(temperature_min, temperature_max)
+        highest_beta = last_beta(temperature_min, lowest_beta)
+        gap_limit = GAP_RANGE / lowest_beta
+        if is_resident:
+            # No barrier before: a thread reads back only the scores it wrote.
+            for context in range(part_start + thread, part_padded, threads):
+                cell = first_score + context - part_start
+                shared[cell] = gap_of(row_max, shared[cell], gap_limit)
+        source = (scores, shared, part_start, is_resident, row_max, gap_limit)
+        data = (source, part_start + thread, part_padded, threads, scratch, exchange)
+        beta, total, entropy, _phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
+        if reports:
+            report_row(
+                row, beta, entropy, bound, temperature_min, temperature_max, temperature_out, entropy_out, errors
+            )
+            report_sum(row, row_max, total, temperature_min, temperature_max, lse_out, errors)
+
+        value_place = (
+            values_origin + sample * values_sample_stride + key_head * values_head_stride,
+            value_stride,
+            value_dim_stride,
+            key_place[3],
+        )
+        buffers = (value_words, value_values, value_sums, shares)
+        part = (part_start, part_padded, smallest_weight(length))
+        factor = _ONE / total if total > _ZERO else _ZERO
+        lanes = add_values(source, values, value_place, kept, buffers, part, beta, factor, dims, errors)
+        lane = np.int32(cuda.laneid)
+        warp_cell = np.int32(PARTIALS_CELL + (thread >> 5) * MOST_DIMS)
+        for piece in range(pieces):
+            dim = np.int32((piece * lanes + lane) * width)
+            if lane < lanes and dim < dims:
+                store_part(shared, np.int64(warp_cell + dim), value_sums, piece * width)
+        cuda.syncthreads()  # the sums of all warps are there
+        for dim in range(thread, dims, threads):
+            result = _ZERO
+            for warp in range(threads >> 5):
+                result += shared[PARTIALS_CELL + warp * MOST_DIMS + dim]
+            if blocks > 1:
+                cluster_store(shared, np.int64(PARTS_CELL + rank * MOST_DIMS + dim), 0, result)
+            else:
+                place = row * dims + dim
+                output[place] = finite_result(result, limit, place, errors)
+        if blocks > 1:
+            cluster_barrier()  # the sums of all blocks are with the first
+            if leads:
+                for dim in range(thread, dims, threads):
+                    result = _ZERO
+                    for block in range(blocks):
+                        result += shared[PARTS_CELL + block * MOST_DIMS + dim]
+                    place = row * dims + dim
+                    output[place] = finite_result(result, limit, place, errors)
+
+    return biencoder_rows_kernel
