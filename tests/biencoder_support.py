@@ -9,6 +9,7 @@ import burt_numba
 from burt_numba import reference
 
 NAN_INPUT, INF_INPUT, ENTROPY_OVERFLOW = 1, 2, 3
+PARAMETERS = ("scale", "entropy_bound", "temperature_min", "temperature_max", "max_iterations")
 
 
 class Inputs(NamedTuple):
@@ -218,6 +219,7 @@ def assert_events(outcome, expected, inputs, surely_out_of_reach, perhaps_out_of
 def check_biencoder(inputs, *args, skew=None, context_lengths=None, precision="fp32", **options):
     """Run biencoder_attention and hold it to everything it promises. Returns the outcome."""
     given = {"context_lengths": context_lengths, "precision": precision}
+    given |= {name: options.pop(name) for name in PARAMETERS if name in options}
     outcome = run_biencoder(inputs, *args, skew=skew, **given, **options)
     assert_attended(outcome, inputs, *args, **given)
     return outcome

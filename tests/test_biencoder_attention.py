@@ -23,7 +23,7 @@ each_type = pytest.mark.parametrize("dtype", [np.float32, np.float16])
 # Sizes ---------------------------------------------------------------------------------------------------------------
 
 # Edges: of a vector of 4 or 8 elements, of a warp, of tiles of 64 and 128 contexts, of a block's threads.
-CONTEXTS = [1, 2, 3, 31, 32, 33, 64, 65, 127, 128, 129]
+CONTEXTS = [1, 2, 3, 31, 32, 33, 64, 65, 127, 128, 129, 300]
 LARGE_CONTEXTS = [255, 256, 257, 1000, 1024, 1025, 2048, 4097, 16_384]
 
 
