@@ -1,5 +1,7 @@
 """The kernels of biencoder_attention in launches that a call of this size does not choose, and the documented one."""
 
+from importlib import import_module
+
 import numpy as np
 import pytest
 from biencoder_support import (
@@ -20,11 +22,8 @@ from burt_numba.biencoder_launches import PARTS_CELL, SCORES_CELL, Choice, rows_
 each_type = pytest.mark.parametrize("dtype", [np.float32, np.float16])
 
 
-def module():
-    """The module, which has the name of its function."""
-    import sys
-
-    return sys.modules["burt_numba.biencoder_attention"]
+# The module, which has the name of its function.
+MODULE = import_module("burt_numba.biencoder_attention")
 
 
 # One query a block or a cluster --------------------------------------------------------------------------------------
@@ -39,8 +38,8 @@ def choose_rows(monkeypatch, blocks=1, threads=256, is_resident=True):
         cells = first_score + (32 * -(-chunks // blocks) if is_resident else 0)
         return Choice(rows_kernel_spec(vector, dtype, blocks), rows * blocks, threads, 4 * cells, blocks)
 
-    monkeypatch.setattr(module(), "choose", choose)
-    monkeypatch.setattr(module()._OPERATION, "_calls", {})
+    monkeypatch.setattr(MODULE, "choose", choose)
+    monkeypatch.setattr(MODULE._OPERATION, "_calls", {})
 
 
 # The kernel of a cluster is made for 256 threads, that of one block for any whole number of warps up to it.
@@ -123,8 +122,8 @@ def test_more_rows_than_a_launch_takes(monkeypatch, limit):
     """Rows beyond a limit go to further launches, and know their place."""
     inputs = inputs_of(2, 2, 2, 9, 4)
     whole = check_biencoder(inputs, None, np.float32([0.2, 1.0]), context_lengths=np.int32([9, 10]))
-    monkeypatch.setattr(module(), "MOST_ROWS", limit)
-    monkeypatch.setattr(module()._OPERATION, "_calls", {})
+    monkeypatch.setattr(MODULE, "MOST_ROWS", limit)
+    monkeypatch.setattr(MODULE._OPERATION, "_calls", {})
     parts = check_biencoder(inputs, None, np.float32([0.2, 1.0]), context_lengths=np.int32([9, 10]))
     assert same_results(parts, whole)
 

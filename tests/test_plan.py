@@ -183,6 +183,31 @@ def test_bytes_moved_and_flops_of_the_experts():
     assert moe.flops_combined(100, 30, 3) == 2 * 100 * 30 * 3
 
 
+CONTEXTS = {"batch_size": 2, "num_heads": 8, "query_len": 100, "context_len": 65, "d_head": 64}
+
+
+@pytest.mark.parametrize(("d_head", "block"), [(1, 128), (64, 128), (65, 64), (256, 64)])
+@pytest.mark.parametrize(("query_len", "tiles"), [(0, 0), (1, 1), (16, 1), (17, 2), (512, 32)])
+def test_documented_biencoder_attention(d_head, block, query_len, tiles):
+    """Grid (batch * heads, ceil(query_len / 16)), block TILE_K, shared memory for tiles of queries, keys and scores."""
+    dims = CONTEXTS | {"query_len": query_len, "d_head": d_head}
+    documented = plan("biencoder_attention", **dims).documented
+    assert documented.kernel == "biencoder_attention_kernel"
+    assert (documented.grid, documented.block) == ((16, tiles), block)
+    assert documented.shared_bytes == 4 * (16 * d_head + block * d_head + 16 * block)
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("float16", 2)])
+@pytest.mark.parametrize("key_heads", [8, 2])
+def test_bytes_of_biencoder_attention(dtype, item, key_heads):
+    planned = plan("biencoder_attention", **CONTEXTS, key_heads=key_heads, dtype=dtype)
+    assert planned.input_bytes == 2 * (8 * 100 + 2 * key_heads * 65) * 64 * item
+    assert planned.output_bytes == 2 * 8 * 100 * 64 * item
+    attention = import_module("burt_numba.biencoder_attention")
+    assert attention.bytes_moved(2, 8, 100, 65, 64, item, key_heads) == planned.input_bytes + planned.output_bytes
+    assert attention.flops(2, 8, 100, 65, 64) == 2 * (2 * 8 * 100 * 65 * 64) * 2
+
+
 def test_large_sizes_take_no_time():
     planned = plan("attention_softmax", batch_size=64, num_heads=64, seq_len=1 << 20, causal=True)
     assert planned.output_bytes == 64 * 64 * 4 << 40
@@ -367,6 +392,28 @@ def test_planned_launches_of_the_experts_over_empty_arrays(routed, T, capacity):
         assert [launch.kernel for launch in plan(function, **dims).launches] == [launch[0] for launch in made]
 
 
+@pytest.mark.simulator_only("launches are recorded in the simulator, which stands for compute capability 9.0")
+@pytest.mark.parametrize(("dtype", "precision"), [("float32", "fp32"), ("float32", "tf32"), ("float16", "fp32")])
+@pytest.mark.parametrize("queries", [0, 1, 17, 64, 2048])
+@pytest.mark.parametrize("d_head", [1, 3, 8, 64, 100, 256])
+def test_planned_launches_of_biencoder_attention_are_made(monkeypatch, recorded, dtype, precision, queries, d_head):
+    monkeypatch.setattr(import_module("burt_numba.biencoder_attention")._OPERATION, "_calls", {})
+    for contexts in (0, 1, 64, 128, 1024, 1025, 2048, 30_000, 65_536, 10**6):
+        for heads, key_heads in ((4, 4), (4, 2), (40, 8)):
+            dims = dict(zip(CONTEXTS, (2, heads, queries, contexts, d_head), strict=True))
+            recorded.clear()
+            arrays = [
+                np.empty((2, count, size, d_head), dtype)
+                for count, size in ((heads, queries), (key_heads, contexts), (key_heads, contexts))
+            ]
+            burt_numba.biencoder_attention(*arrays, precision=precision)
+            planned = planned_launches(
+                "biencoder_attention", **dims, key_heads=key_heads, dtype=dtype, precision=precision
+            )
+            assert planned == recorded, dims
+            assert len(planned) == (queries > 0)
+
+
 @pytest.mark.parametrize(
     ("dims", "capability", "cluster", "group"),
     [
@@ -420,7 +467,8 @@ def test_what_a_plan_prints():
 EXPERTS = {"batch_size": 3, "d_model": 4, "num_experts": 2}
 ATTENTION = {"batch_size": 1, "num_heads": 2, "seq_len": 3}
 NAMES = (
-    "attention_softmax, batched_cifg_update, cifg_update, constrained_softmax, sparse_moe_combine, sparse_moe_dispatch"
+    "attention_softmax, batched_cifg_update, biencoder_attention, cifg_update, constrained_softmax, "
+    "sparse_moe_combine, sparse_moe_dispatch"
 )
 REFUSALS = [
     ("softmax", {}, f"plan: name: expected one of {NAMES}, got 'softmax'"),
@@ -493,6 +541,28 @@ REFUSALS = [
         "plan: sparse_moe_combine: dtype: expected float32 or float16, got float64",
     ),
     ("sparse_moe_combine", {**EXPERTS, "seq_len": 3}, "plan: sparse_moe_combine: unexpected seq_len"),
+    ("biencoder_attention", {"batch_size": 3}, "plan: biencoder_attention: num_heads is missing"),
+    (
+        "biencoder_attention",
+        {**CONTEXTS, "d_head": 0},
+        "plan: biencoder_attention: d_head: expected an integer of at least 1, got 0",
+    ),
+    (
+        "biencoder_attention",
+        {**CONTEXTS, "d_head": 257},
+        "plan: biencoder_attention: d_head: expected at most 256, got 257",
+    ),
+    (
+        "biencoder_attention",
+        {**CONTEXTS, "key_heads": 3},
+        "plan: biencoder_attention: key_heads: expected a divisor of 8, got 3",
+    ),
+    (
+        "biencoder_attention",
+        {**CONTEXTS, "precision": "bf16"},
+        "plan: biencoder_attention: precision: expected fp32 or tf32, got 'bf16'",
+    ),
+    ("biencoder_attention", {**CONTEXTS, "seq_len": 3}, "plan: biencoder_attention: unexpected seq_len"),
 ]
 
 
