@@ -7,6 +7,7 @@ kernels/biencoder_attention.py, biencoder_rows.py and biencoder_tiles.py the ker
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -52,7 +53,7 @@ _QUERY, _KEYS, _VALUES, _BOUNDS, _LENGTHS, _TEMPERATURE, _ENTROPY, _LSE, _OUT = 
 _SCALE, _ENTROPY_BOUND, _TEMPERATURE_MIN, _TEMPERATURE_MAX, _MAX_ITERATIONS = range(5)
 _PRECISIONS = ("fp32", "tf32")
 _MOST_SIZE = 1 << 30
-"""Of heads, queries and contexts: kernels count them with 32 bits."""
+"""Of heads of all samples, queries and contexts: kernels count them with 32 bits."""
 
 
 def biencoder_attention(
@@ -212,7 +213,7 @@ def _check(request: Request) -> Sizes:
             f"{_NAME}: context_keys: expected heads (axis 1) that divide the {heads} of the queries, got {keys}"
         )
     require_shape(_NAME, "context_values", values, keys.shape)
-    for place, what, size in ((_QUERY, "H", heads), (_QUERY, "Q", queries), (_KEYS, "K", contexts)):
+    for place, what, size in ((_QUERY, "B H", batch * heads), (_QUERY, "Q", queries), (_KEYS, "K", contexts)):
         if size > _MOST_SIZE:
             raise BurtDimensionError(f"{_NAME}: {_NAMES[place]}: expected {what} of at most 2**30, got {size}")
     for place, types, size in ((_BOUNDS, ("float32",), heads), (_LENGTHS, ("int32", "int64"), batch)):
@@ -240,6 +241,15 @@ def _column(request: Request, place: int, size: int, dtype: str) -> tuple[Any, .
         array = array._replace(shape=(size,), strides=(0,))
     column = StridedRows.of(_NAME, _NAMES[place], place, array, (size, 1))
     return column.argument, Number(column.origin, "i8"), Number(column.leading_strides[0], "i8")
+
+
+def _lengths(request: Request, batch: int) -> tuple[Any, ...]:
+    """As `_column`, int64 numbers as two words of 32 bits each; then how many words a number has."""
+    array, origin, stride = _column(request, _LENGTHS, batch, "i4")
+    words = 2 if array.dtype == "i8" else 1
+    array = dataclasses.replace(array, dtype="i4", shape=(words * array.shape[0],))
+    numbers = (Number(words * number.value, "i8") for number in (origin, stride))
+    return (array, *numbers, Number(words, "i4"))
 
 
 def _answer(request: Request) -> Answer:
@@ -281,7 +291,7 @@ def _answer(request: Request) -> Answer:
             CallNumber(_TEMPERATURE_MAX, "f4"),
             CallNumber(_MAX_ITERATIONS, "i4"),
             *_column(request, _BOUNDS, sizes.heads, "f4"),
-            *_column(request, _LENGTHS, sizes.batch, "i4"),
+            *_lengths(request, sizes.batch),
             *(
                 Array(place, "f4", rows_out) if request.operands[place] else Array(None, "f4")
                 for place in (_TEMPERATURE, _ENTROPY, _LSE)
@@ -309,21 +319,21 @@ def _documented() -> KernelSpec:
     return KernelSpec(_NAME, kernel_in(_NAME, f"{_NAME}_kernel"), (), (DOCUMENTED_BIENCODER_THREADS, 1))
 
 
-def _types(dtype: str, lengths: str) -> tuple[str, ...]:
+def _types(dtype: str) -> tuple[str, ...]:
     sizes = ("i8", *("i4",) * 6)
     numbers = ("f4", "f4", "f4", "f4", "i4")
-    columns = ("f4:1C", "i8", "i8", f"{lengths}:1C", "i8", "i8")
+    columns = ("f4:1C", "i8", "i8", "i4:1C", "i8", "i8", "i4")
     return (*(f"{dtype}:1C",) * 4, *sizes, *("i8",) * 15, *numbers, *columns, *("f4:1C",) * 3, "i8:1C")
 
 
 def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     """Every kernel that the function can launch, and the documented one, with their argument types."""
-    for (dtype, widest), lengths in itertools.product((("f4", 4), ("f2", 8)), ("i4", "i8")):
-        for vector, blocks in itertools.product((widest, 1), (1, MAX_CLUSTER_BLOCKS)):
-            yield rows_kernel_spec(vector, dtype, blocks), _types(dtype, lengths)
+    for dtype, widest in (("f4", 4), ("f2", 8)):
+        for vector, blocks, resident in itertools.product((widest, 1), (1, MAX_CLUSTER_BLOCKS), (True, False)):
+            yield rows_kernel_spec(vector, dtype, blocks, resident), _types(dtype)
         arrays = (f"{dtype}:4C",) * 4
         numbers = (*("i8",) * 5, "f4", "f4", "f4", "f4", "i8")
-        yield _documented(), (*arrays, *numbers, "f4:1C", f"{lengths}:1C", *("f4:3C",) * 3, "i8:1C")
+        yield _documented(), (*arrays, *numbers, "f4:1C", "i4:1C", *("f4:1C",) * 3, "i8:1C")
 
 
 # --- bytes, flops, plan -------------------------------------------------------------------------------------------

@@ -52,13 +52,13 @@ class Choice(NamedTuple):
     cluster: int = 1
 
 
-def rows_kernel_spec(vector: int, dtype: str, blocks: int) -> KernelSpec:
-    """``dtype``: as arguments have it."""
+def rows_kernel_spec(vector: int, dtype: str, blocks: int, resident: bool) -> KernelSpec:
+    """``dtype``: as arguments have it; ``resident``: the scores lie in shared memory."""
     return KernelSpec(
         "biencoder_rows",
         kernel_in("biencoder_rows", "rows_kernel"),
-        (vector, int(dtype == "f2"), blocks),
-        (ROWS_BLOCK, 2),
+        (vector, int(dtype == "f2"), blocks, int(resident)),
+        (ROWS_BLOCK, 2 if resident else 1),
         blocks > 1,
     )
 
@@ -77,11 +77,11 @@ def _choose_rows(contexts: int, rows: int, vector: int, dtype: str, capability: 
     ):
         blocks, first_score = MAX_CLUSTER_BLOCKS, SCORES_CELL
     shared_bytes = 4 * (first_score + 32 * -(-chunks // blocks))
-    if shared_bytes > most:
-        # Without room for scores each evaluation computes them again.
+    resident = shared_bytes <= most
+    if not resident:
         shared_bytes = 4 * first_score
     threads = min(32 * chunks, ROWS_BLOCK) if blocks == 1 else ROWS_BLOCK
-    return Choice(rows_kernel_spec(vector, dtype, blocks), rows * blocks, threads, shared_bytes, blocks)
+    return Choice(rows_kernel_spec(vector, dtype, blocks, resident), rows * blocks, threads, shared_bytes, blocks)
 
 
 class DocumentedTiles(NamedTuple):

@@ -11,7 +11,7 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.device.entropy import first_beta
 from burt_numba.device.events import DIM_MISMATCH, INF_INPUT, NAN_INPUT, record_bad_elements, record_event
-from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, log, minimum
+from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, log, minimum, opaque
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.warp import FULL_MASK, any_lane
 
@@ -23,11 +23,16 @@ _NEGLIGIBLE_SUM = np.float32(2.0**-24)
 
 
 @cuda.jit(device=True)
-def context_count(context_lengths, place, contexts, sample, reports, errors):
-    """How many contexts a sample has; a length that cannot be is clamped and reported by one thread."""
+def context_count(context_lengths, place, words, contexts, sample, reports, errors):
+    """How many contexts a sample has; a length that cannot be is clamped and reported by one thread.
+
+    Lengths are int32 numbers, or int64 as two ``words`` of 32 bits, the lower first: one kernel for both.
+    """
     if context_lengths.size == 0:
         return np.int32(contexts)
     length = np.int64(context_lengths[place])
+    if words == 2:
+        length = (np.int64(context_lengths[place + 1]) << 32) | (length & np.int64(0xFFFFFFFF))
     if length >= 0 and length <= contexts:
         return np.int32(length)
     if reports:
@@ -79,8 +84,11 @@ def mended_score(
     infinities = np.int32(0)
     if bad:
         product = _ZERO
-        for dim in range(dims):
+        dim = np.int32(0)
+        while dim < dims:
             product += query[first_cell + dim] * finite_or_zero(np.float32(keys[offset + dim * stride]))
+            # Unrolled, a rare path would take registers from all others.
+            dim = opaque(np.int32(dim + 1))
         score = product * scale
         if score != score:
             nans = np.int32(1)

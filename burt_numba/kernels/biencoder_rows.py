@@ -36,7 +36,7 @@ from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
 from burt_numba.device.cluster import cluster_barrier, cluster_store
 from burt_numba.device.entropy import GAP_RANGE, column_sums, entropy_search, first_beta, gap_of, last_beta
-from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, exp2, maximum
+from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, exp2, maximum, opaque, whole_quotient
 from burt_numba.device.row_bounds import report_row, row_bound
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
@@ -66,42 +66,11 @@ def _fold(sums, step, lane):
         sums[place] = kept + shuffle_xor(given, step, FULL_MASK)
 
 
-def _row_loads(vector: int, width: int, rows: int):
-    """(load, finish) for ``width`` elements of each of some rows at a time: by one access, or element by element.
-
-    ``load`` takes them to a place, ``finish`` makes float32 values of what all loads have brought. Element by element,
-    those beyond the ``left`` that there are become 0.
-    """
-    if vector > 1:
-        load_wide, unpack = load_vector(width), unpack_vectors(width, rows)
-
-        @cuda.jit(device=True)
-        def load(source, offset, stride, left, words, values, place):
-            load_wide(source, offset, words, place)
-
-        @cuda.jit(device=True)
-        def finish(source, words, values):
-            unpack(source, words, values)
-
-    else:
-
-        @cuda.jit(device=True)
-        def load(source, offset, stride, left, words, values, place):
-            for element in range(width):
-                values[place + element] = _ZERO
-                if element < left:
-                    values[place + element] = np.float32(element_at(source, offset + element * stride))
-
-        @cuda.jit(device=True)
-        def finish(source, words, values):
-            pass
-
-    return load, finish
-
-
 @cache
-def rows_kernel(vector: int, half: int, blocks: int):
+def rows_kernel(vector: int, half: int, blocks: int, resident: int):
     """The kernel for accesses of ``vector`` elements (1: any strides), of float16 or of float32, ``blocks`` a query.
+
+    ``resident``: shared memory holds a block's scores; else each evaluation of the entropy computes them again.
 
     Whatever the access, a lane takes the same elements at a time, and adds in the same order.
     """
@@ -109,45 +78,107 @@ def rows_kernel(vector: int, half: int, blocks: int):
     key_cells = ROWS_LANES * width
     pieces = MOST_DIMS // (32 * width)
     piece_cells = pieces * width
-    value_cells = ROWS_VALUES * piece_cells
+    # Element by element, more values in flight would only take more registers.
+    values_together = ROWS_VALUES if vector > 1 else 1
+    value_cells = values_together * piece_cells
     first_score = PARTS_CELL if blocks == 1 else SCORES_CELL
     limit = HALF_MAX if half else FLOAT32_MAX
     reductions = row_reductions(ANY_THREADS if blocks == 1 else ROWS_BLOCK, blocks)
     begin_row, block_rank, reduce_max = reductions.begin, reductions.rank, reductions.maximum
-    load_key, finish_keys = _row_loads(vector, width, ROWS_LANES)
-    load_value, finish_values = _row_loads(vector, width, ROWS_VALUES * pieces)
-    load_part, unpack_part = load_vector(width), unpack_vectors(width, 1)
-    store_part = store_vector(width)
+    load, store = load_vector(width), store_vector(width)
+    unpack_one, unpack_keys = unpack_vectors(width, 1), unpack_vectors(width, ROWS_LANES)
+    unpack_values = unpack_vectors(width, values_together * pieces)
+
+    if vector > 1:
+
+        @cuda.jit(device=True)
+        def add_products(keys, offset, place, first, last_context, query, dim, dims, buffers):
+            key_stride, _dim_stride = place
+            words, values, sums, query_words, query_values = buffers
+            for key in range(ROWS_LANES):
+                # Beyond the last context, that one again.
+                context = np.int64(min(np.int32(first + key), last_context))
+                load(keys, offset + context * key_stride + dim, words, key * width)
+            load(query, np.int64(dim), query_words, 0)
+            unpack_one(query, query_words, query_values)
+            unpack_keys(keys, words, values)
+            for key in range(ROWS_LANES):
+                for element in range(width):
+                    sums[key] += query_values[element] * values[key * width + element]
+
+        @cuda.jit(device=True)
+        def load_value(values, offset, dim_stride, dim, dims, words, cells, cell):
+            load(values, offset + dim, words, cell)
+
+        @cuda.jit(device=True)
+        def finish_values(values, words, cells):
+            unpack_values(values, words, cells)
+
+    else:
+
+        @cuda.jit(device=True)
+        def add_products(keys, offset, place, first, last_context, query, dim, dims, buffers):
+            key_stride, dim_stride = place
+            _words, values, sums, _query_words, _query_values = buffers
+            last = np.int32(min(dim + width, dims))
+            each = np.int32(dim)
+            while each < last:
+                for key in range(ROWS_LANES):
+                    context = np.int64(min(np.int32(first + key), last_context))
+                    element = element_at(keys, offset + context * key_stride + each * dim_stride)
+                    values[key] = np.float32(element)
+                for key in range(ROWS_LANES):
+                    sums[key] += query[each] * values[key]
+                each = opaque(np.int32(each + 1))
+
+        @cuda.jit(device=True)
+        def load_value(values, offset, dim_stride, dim, dims, words, cells, cell):
+            for element in range(width):
+                cells[cell + element] = _ZERO
+                if dim + element < dims:
+                    cells[cell + element] = np.float32(element_at(values, offset + (dim + element) * dim_stride))
+
+        @cuda.jit(device=True)
+        def finish_values(values, words, cells):
+            pass
+
+    # Both add what a lane has in the order of its elements: the same bits, however the elements lie.
+
+    @cuda.jit(device=True)
+    def own_row(first_row):
+        """The row of this block among all, made anew wherever it is wanted: kept, it would take registers."""
+        return first_row + np.int64(opaque(np.int32(cuda.blockIdx.x // blocks)))
 
     @cuda.jit(device=True)
     def chunk_score(source, context, reports):
         """The score of a lane's context, -inf where there is none; the lanes of a warp call it with 32 in a row."""
-        keys, place, shared, buffers, contexts, dims, scale, errors = source
-        key_start, key_stride, dim_stride, key_index, score_index, reports_keys = place
-        words, values, sums, query_words, query_values = buffers
+        keys, place, shared, buffers, length, dims, scale, errors = source
+        key_start, key_stride, dim_stride, flat_head, contexts, first_row, reports_keys = place
+        sums = buffers[2]
         lane = np.int32(cuda.laneid & (ROWS_LANES - 1))
         first = np.int32(context - lane)
         for key in range(ROWS_LANES):
             sums[key] = _ZERO
-        for start in range(0, dims, ROWS_LANES * width):
-            dim = np.int32(start + lane * width)
-            if dim < dims:
-                offset = key_start + np.int64(dim) * dim_stride
-                for key in range(ROWS_LANES):
-                    # Beyond the last context, that one again.
-                    each = np.int64(min(np.int32(first + key), np.int32(contexts - 1)))
-                    load_key(keys, offset + each * key_stride, dim_stride, dims - dim, words, values, key * width)
-                load_part(shared, np.int64(dim), query_words, 0)
-                unpack_part(shared, query_words, query_values)
-                finish_keys(keys, words, values)
-                for key in range(ROWS_LANES):
-                    for element in range(width):
-                        sums[key] += query_values[element] * values[key * width + element]
+        dim = np.int32(lane * width)
+        while dim < dims:
+            add_products(
+                keys,
+                key_start,
+                (key_stride, dim_stride),
+                first,
+                np.int32(length - 1),
+                shared,
+                np.int64(dim),
+                np.int64(dims),
+                buffers,
+            )
+            # Unrolled, the loop would keep more keys in flight than there are registers for.
+            dim = opaque(np.int32(dim + ROWS_LANES * width))
         _fold(sums, 4, lane)
         _fold(sums, 2, lane)
         _fold(sums, 1, lane)
         score = sums[0] * scale
-        is_present = context < contexts
+        is_present = context < length
         if any_lane(is_present and not_finite(score), FULL_MASK):
             own = np.int64(context)
             score = mended_score(
@@ -160,21 +191,28 @@ def rows_kernel(vector: int, half: int, blocks: int):
                 dim_stride,
                 dims,
                 scale,
-                key_index + own * dims,
-                score_index + own,
+                (np.int64(opaque(flat_head)) * contexts + own) * dims,
+                own_row(first_row) * contexts + own,
                 reports and reports_keys,
                 reports,
                 errors,
             )
         return score if is_present else NEGATIVE_INFINITY
 
-    @cuda.jit(device=True)
-    def read_gap(source, context):
-        """The gap of a lane's context: from shared memory, or computed again where that is too short."""
-        scores, shared, part_start, is_resident, row_max, gap_limit = source
-        if is_resident:
+    if resident:
+
+        @cuda.jit(device=True)
+        def read_gap(source, context):
+            """The gap of a lane's context."""
+            _scores, shared, part_start, _row_max, _gap_limit = source
             return shared[first_score + context - part_start]
-        return gap_of(row_max, chunk_score(scores, context, False), gap_limit)
+
+    else:
+
+        @cuda.jit(device=True)
+        def read_gap(source, context):
+            scores, _shared, _part_start, row_max, gap_limit = source
+            return gap_of(row_max, chunk_score(scores, context, False), gap_limit)
 
     search = entropy_search(column_sums(read_gap, reductions.sum3))
 
@@ -184,7 +222,7 @@ def rows_kernel(vector: int, half: int, blocks: int):
 
         A sum that is not finite is made once more, of finite elements alone.
         """
-        value_start, value_stride, dim_stride, value_index = place
+        value_start, value_stride, dim_stride, flat_head, contexts = place
         words, cells, sums, shares = buffers
         part_start, part_padded, smallest = part
         lane = np.int32(cuda.laneid)
@@ -209,24 +247,9 @@ def rows_kernel(vector: int, half: int, blocks: int):
                 if is_kept:
                     kept[list_start + count_lanes_before(found)] = lane
                 sync_warp()  # the list of the warp is complete
-                if mends and count > 0:
-                    own = np.int64(context)
-                    last = np.int64(dims) if is_kept else np.int64(0)
-                    report_not_finite(
-                        values,
-                        value_start + own * value_stride,
-                        dim_stride,
-                        np.int64(0),
-                        1,
-                        last,
-                        np.int64(1),
-                        value_index + own * dims,
-                        errors,
-                        32,
-                        FULL_MASK,
-                    )
-                for start in range(0, count, groups * ROWS_VALUES):
-                    for row in range(ROWS_VALUES):
+                start = np.int32(0)
+                while start < count:
+                    for row in range(values_together):
                         rank = np.int32(start + row * groups + group)
                         # Beyond the last value, that one again, without weight.
                         chosen = kept[list_start + min(rank, np.int32(count - 1))]
@@ -238,28 +261,40 @@ def rows_kernel(vector: int, half: int, blocks: int):
                             cell = (row * pieces + piece) * width
                             if dim < dims:
                                 load_value(
-                                    values,
-                                    offset + np.int64(dim) * dim_stride,
-                                    dim_stride,
-                                    dims - dim,
-                                    words,
-                                    cells,
-                                    cell,
+                                    values, offset, dim_stride, np.int64(dim), np.int64(dims), words, cells, cell
                                 )
                             else:
                                 for element in range(width):
                                     words[cell + element] = np.uint32(0)
                                     cells[cell + element] = _ZERO
                     finish_values(values, words, cells)
-                    for row in range(ROWS_VALUES):
+                    for row in range(values_together):
                         for cell in range(piece_cells):
                             value = cells[row * piece_cells + cell]
                             sums[cell] += shares[row] * (finite_or_zero(value) if mends else value)
+                    start = opaque(np.int32(start + groups * values_together))
                 sync_warp()  # the list has been read
             for cell in range(piece_cells):
                 bad |= not_finite(sums[cell])
             adding = any_lane(bad, FULL_MASK) and not mends
             mends = True
+            if adding:
+                for context in range(part_start + cuda.threadIdx.x, part_padded, cuda.blockDim.x):
+                    is_kept = exp2(-beta * read_gap(source, context)) * total > smallest
+                    own = np.int64(opaque(np.int32(context)))
+                    report_not_finite(
+                        values,
+                        value_start + own * value_stride,
+                        dim_stride,
+                        np.int64(0),
+                        1,
+                        np.int64(dims) if is_kept else np.int64(0),
+                        np.int64(1),
+                        (np.int64(opaque(flat_head)) * contexts + own) * dims,
+                        errors,
+                        32,
+                        FULL_MASK,
+                    )
         step = lanes
         while step < 32:
             for cell in range(piece_cells):
@@ -306,6 +341,7 @@ def rows_kernel(vector: int, half: int, blocks: int):
         context_lengths,
         lengths_origin,
         length_stride,
+        length_words,
         temperature_out,
         entropy_out,
         lse_out,
@@ -323,28 +359,31 @@ def rows_kernel(vector: int, half: int, blocks: int):
         value_words = cuda.local.array(value_cells, np.uint32)
         value_values = cuda.local.array(value_cells, np.float32)
         value_sums = cuda.local.array(piece_cells, np.float32)
-        shares = cuda.local.array(ROWS_VALUES, np.float32)
+        shares = cuda.local.array(values_together, np.float32)
         begin_row()
         thread = np.int32(cuda.threadIdx.x)
         threads = np.int32(cuda.blockDim.x)
         row = first_row + np.int64(cuda.blockIdx.x // blocks)
-        sample_head = row // queries
-        index = row - sample_head * queries
-        sample = sample_head // heads
-        head = sample_head - sample * heads
-        key_head = head // group
+        sample_head = np.int32(row // queries)
+        index = np.int32(row - np.int64(sample_head) * queries)
+        sample = whole_quotient(sample_head, heads)
+        head = np.int32(sample_head - sample * heads)
+        key_head = whole_quotient(head, group)
+        flat_head = np.int32(sample * whole_quotient(heads, group) + key_head)
         rank = np.int32(block_rank())
         leads = rank == 0
         reports_length = leads and thread == 0 and head == 0 and index == 0
-        length_place = lengths_origin + sample * length_stride
-        length = context_count(context_lengths, length_place, contexts, sample, reports_length, errors)
+        length_place = lengths_origin + np.int64(sample) * length_stride
+        length = context_count(context_lengths, length_place, length_words, contexts, sample, reports_length, errors)
         # Parts are whole chunks of warps.
         part_size = np.int32(((length + 32 * blocks - 1) // (32 * blocks)) * 32)
         part_start = np.int32(min(rank * part_size, length))
         part_end = np.int32(min(part_start + part_size, length))
         part_padded = np.int32(part_start + ((part_end - part_start + 31) & ~31))
 
-        query_start = query_origin + sample * query_sample_stride + head * query_head_stride + index * query_stride
+        query_start = query_origin
+        query_start += np.int64(sample) * query_sample_stride + np.int64(head) * query_head_stride
+        query_start += np.int64(index) * query_stride
         for dim in range(thread, MOST_DIMS, threads):
             shared[dim] = _ZERO
         cuda.syncthreads()  # what lies beyond the last element is zero
@@ -352,40 +391,41 @@ def rows_kernel(vector: int, half: int, blocks: int):
         cuda.syncthreads()  # the query is there
 
         key_place = (
-            keys_origin + sample * keys_sample_stride + key_head * keys_head_stride,
+            keys_origin + np.int64(sample) * keys_sample_stride + np.int64(key_head) * keys_head_stride,
             key_stride,
             key_dim_stride,
-            (sample * (heads // group) + key_head) * contexts * dims,
-            row * contexts,
+            flat_head,
+            contexts,
+            first_row,
             index == 0 and head == key_head * group,
         )
         key_buffers = (key_words, key_values, key_sums, query_words, query_values)
         scores = (keys, key_place, shared, key_buffers, length, dims, scale, errors)
-        is_resident = shared.size >= first_score + part_size
         row_max = NEGATIVE_INFINITY
         for context in range(part_start + thread, part_padded, threads):
             score = chunk_score(scores, np.int32(context), True)
             row_max = maximum(row_max, score)
-            if is_resident:
+            if resident:
                 shared[first_score + context - part_start] = score
         row_max = reduce_max(row_max, scratch, exchange, 0)
         if row_max == NEGATIVE_INFINITY:
             row_max = _ZERO
         reports = leads and thread == 0
-        bound_place = bounds_origin + head * bound_stride
+        bound_place = bounds_origin + np.int64(head) * bound_stride
         reports_bound = reports and sample == 0 and index == 0
         bound = row_bound(head_bounds, bound_place, entropy_bound, head, reports_bound, errors)
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)
         gap_limit = GAP_RANGE / lowest_beta
-        if is_resident:
+        if resident:
             # No barrier before: a thread reads back only the scores it wrote.
             for context in range(part_start + thread, part_padded, threads):
                 cell = first_score + context - part_start
                 shared[cell] = gap_of(row_max, shared[cell], gap_limit)
-        source = (scores, shared, part_start, is_resident, row_max, gap_limit)
+        source = (scores, shared, part_start, row_max, gap_limit)
         data = (source, part_start + thread, part_padded, threads, scratch, exchange)
         beta, total, entropy, _phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
+        row = own_row(first_row)
         if reports:
             report_row(
                 row, beta, entropy, bound, temperature_min, temperature_max, temperature_out, entropy_out, errors
@@ -393,10 +433,11 @@ def rows_kernel(vector: int, half: int, blocks: int):
             report_sum(row, row_max, total, temperature_min, temperature_max, lse_out, errors)
 
         value_place = (
-            values_origin + sample * values_sample_stride + key_head * values_head_stride,
+            values_origin + np.int64(sample) * values_sample_stride + np.int64(key_head) * values_head_stride,
             value_stride,
             value_dim_stride,
-            key_place[3],
+            flat_head,
+            contexts,
         )
         buffers = (value_words, value_values, value_sums, shares)
         part = (part_start, part_padded, smallest_weight(length))
@@ -407,8 +448,9 @@ def rows_kernel(vector: int, half: int, blocks: int):
         for piece in range(pieces):
             dim = np.int32((piece * lanes + lane) * width)
             if lane < lanes and dim < dims:
-                store_part(shared, np.int64(warp_cell + dim), value_sums, piece * width)
+                store(shared, np.int64(warp_cell + dim), value_sums, piece * width)
         cuda.syncthreads()  # the sums of all warps are there
+        row = own_row(first_row)
         for dim in range(thread, dims, threads):
             result = _ZERO
             for warp in range(threads >> 5):
