@@ -176,7 +176,7 @@ def _check_numbers(
     scale: Any, entropy_bound: Any, temperature_min: Any, temperature_max: Any, max_iterations: Any
 ) -> tuple[float, ...]:
     factor = 0.0 if scale is None else require_number(_NAME, "scale", scale, -math.inf)
-    if not abs(factor) <= np.finfo(np.float32).max:
+    if not abs(factor) <= float(np.finfo(np.float32).max):
         raise BurtDimensionError(f"{_NAME}: scale: expected a finite float32 number, got {scale!r}")
     search = require_search_parameters(_NAME, entropy_bound, temperature_min, temperature_max, max_iterations)
     numbers = (factor, *search)
