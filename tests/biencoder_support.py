@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import numpy as np
-from support import LIMITS, Guarded, events_of, normal, to_target
+from support import LIMITS, Guarded, events_of, normal, relative_error, to_target
 
 import burt_numba
 from burt_numba import reference
@@ -184,6 +184,12 @@ def assert_rows_of_values(out, expected, inputs, limit):
     assert excess[worst] <= 0, (
         f"row {worst}: error {error[worst] / scale[worst]:.3g} over {limit[worst]:.3g} of the size of its values"
     )
+
+
+def error_in_norm(outcome, expected):
+    """||out - expected|| / ||expected|| over all rows; of cold ones, as far as their temperature lets it count."""
+    counts = np.minimum(1.0, outcome.temperature / LIMITS["attention_cold"])[..., None]
+    return relative_error(expected + (outcome.out - expected) * counts, expected)
 
 
 def assert_sums(lse, expected, rounding):

@@ -45,8 +45,11 @@ LIMITS = {
     "attention_float32": 1e-5,
     # Weights and results rounded to float16, as above.
     "attention_float16": 2e-3,
-    # 10 bits of fraction in queries, keys, weights and values; a score's rounding counts 1 / T times.
+    # 10 bits of fraction in queries, keys, weights and values.
     "attention_tf32": 1e-2,
+    # The rounding of a score counts 1 / T times. Below this temperature a row's error in norm is taken times T over it:
+    # scores in float32 alone, all else exact, bring a row at T = 0.01 to 2e-4.
+    "attention_cold": 0.1,
     # A dot product in float32, relative to the sum of its terms' sizes: rounding is 6e-8 a term, of both signs.
     "score_rounding": 2.5e-7,
     # The same of terms whose factors were cut to 10 bits of fraction.
