@@ -18,6 +18,7 @@ from burt_numba.cli.errors import UsageError
 OPERATIONS = (
     "constrained_softmax",
     "attention_softmax",
+    "biencoder_attention",
     "cifg_update",
     "batched_cifg_update",
     "sparse_moe_dispatch",
@@ -60,6 +61,21 @@ def _run_attention_softmax(arguments: argparse.Namespace) -> int:
 
     return run_attention_softmax(
         arguments.input, arguments.output, causal=arguments.causal, causal_offset=arguments.causal_offset
+    )
+
+
+def _run_biencoder_attention(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_biencoder_attention
+
+    return run_biencoder_attention(
+        arguments.input,
+        arguments.output,
+        scale=arguments.scale,
+        entropy_bound=None if arguments.no_bound else arguments.entropy_bound,
+        temperature_min=arguments.temperature_min,
+        temperature_max=arguments.temperature_max,
+        max_iterations=arguments.max_iterations,
+        precision=arguments.precision,
     )
 
 
@@ -124,10 +140,21 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         return parser
 
     softmax = add("constrained_softmax", "logits [..., C], optionally labels [...]", _run_constrained_softmax)
-    softmax.add_argument("--entropy-bound", type=float, default=0.20, metavar="NATS", help="default 0.20")
-    softmax.add_argument("--temperature-min", type=float, default=0.01, metavar="T", help="default 0.01")
-    softmax.add_argument("--temperature-max", type=float, default=10.0, metavar="T", help="default 10")
-    softmax.add_argument("--max-iterations", type=int, default=20, metavar="N", help="default 20")
+    contexts = add(
+        "biencoder_attention",
+        "query [B,H,Q,D], context_keys and context_values [B,Hk,K,D], optionally context_lengths [B]",
+        _run_biencoder_attention,
+    )
+    for parser in (softmax, contexts):
+        parser.add_argument("--entropy-bound", type=float, default=0.20, metavar="NATS", help="default 0.20")
+        parser.add_argument("--temperature-min", type=float, default=0.01, metavar="T", help="default 0.01")
+        parser.add_argument("--temperature-max", type=float, default=10.0, metavar="T", help="default 10")
+        parser.add_argument("--max-iterations", type=int, default=20, metavar="N", help="default 20")
+    contexts.add_argument("--no-bound", action="store_true", help="plain attention")
+    contexts.add_argument(
+        "--scale", type=float, default=None, metavar="X", help="of the dot products, default 1 / sqrt(D)"
+    )
+    contexts.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="of products, default fp32")
 
     attention = add("attention_softmax", "scores [B,H,Q,K], optionally mask", _run_attention_softmax)
     attention.add_argument("--causal", action="store_true", help="mask key j for query i when j > i + offset")
@@ -193,7 +220,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="the launch and the memory of a call, without launching",
         description="Sizes of constrained_softmax: --batch-size --num-classes. Of attention_softmax: --batch-size "
         "--num-heads --seq-len, and --key-len --masked --causal --causal-offset. "
-        "Of both: --dtype. "
+        "Of biencoder_attention: --batch-size --num-heads --query-len --context-len --d-head, and --key-heads "
+        "--precision. "
+        "Of these: --dtype. "
         "Of cifg_update: --d-model --input-dim (length of [h; x], d + n); of batched_cifg_update: --batch-size and "
         "--shared-memory-mode as well; "
         "of both: --multiprocessors. "

@@ -165,6 +165,74 @@ def run_attention_softmax(source: Path, output: Path, *, causal: bool, causal_of
     return 0
 
 
+def run_biencoder_attention(
+    source: Path,
+    output: Path,
+    *,
+    scale: float | None,
+    entropy_bound: float | None,
+    temperature_min: float,
+    temperature_max: float,
+    max_iterations: int,
+    precision: str,
+) -> int:
+    """``entropy_bound``: None for plain attention."""
+    check_output(output, source)
+    names = ("query", "context_keys", "context_values")
+    arrays = load(source, names[0], ("context_lengths",), names[1:])
+    inputs = [without_float64(name, arrays[name]) for name in names]
+    lengths = arrays.get("context_lengths")
+
+    driver.choose_target()
+    import burt_numba
+
+    rows_shape = inputs[0].shape[:-1]
+    temperature, entropy, plain_entropy = (np.empty(rows_shape, dtype=np.float32) for _ in range(3))
+
+    def attend(bound: float | None, **options: Any) -> np.ndarray:
+        query, keys, values = inputs
+        return burt_numba.biencoder_attention(
+            query,
+            keys,
+            values,
+            scale,
+            bound,
+            temperature_min,
+            temperature_max,
+            max_iterations,
+            context_lengths=lengths,
+            precision=precision,
+            **options,
+        )
+
+    errors = burt_numba.ErrorBuffer()
+    with refusals_of("biencoder_attention"), progress() as display:
+        display.add_task("biencoder_attention", total=None)
+        attended = attend(entropy_bound, temperature_out=temperature, entropy_out=entropy, errors=errors)
+        # What it records, the call before has recorded.
+        attend(None, entropy_out=plain_entropy, errors=burt_numba.ErrorBuffer())
+    save(output, {"output": attended, "temperature": temperature, "entropy": entropy})
+
+    start = np.float32(min(max(1.0, temperature_min), temperature_max))
+    contexts = inputs[1].shape[2]
+    present = np.full(rows_shape[0], contexts) if lengths is None else np.clip(lengths, 0, contexts)
+    without = int(np.count_nonzero(present == 0)) * int(np.prod(rows_shape[1:]))
+    bound_of = "no entropy bound" if entropy_bound is None else f"entropy bound {entropy_bound:g} nats"
+    pairs(
+        f"biencoder_attention, {bound_of} → {output}",
+        [
+            ("query", f"{inputs[0].shape} {inputs[0].dtype}"),
+            ("contexts", f"{inputs[1].shape} {inputs[1].dtype}"),
+            ("mean entropy without a bound", _mean(plain_entropy.astype(np.float64), " nats")),
+            ("mean entropy", _mean(entropy.astype(np.float64), " nats")),
+            ("queries where the bound acted", _share(int(np.count_nonzero(temperature < start)), entropy.size)),
+            ("queries without a context", _share(without, entropy.size)),
+            *_event_rows(errors),
+        ],
+    )
+    return 0
+
+
 def run_memory(
     operation: str,
     source: Path,
