@@ -12,7 +12,8 @@ from pathlib import Path
 os.environ.setdefault("NUMBA_CUDA_LOW_OCCUPANCY_WARNINGS", "0")
 
 OPERATIONS = (
-    *("constrained_softmax", "attention_softmax", "cifg_update", "batched_cifg_update", "cifg"),
+    *("constrained_softmax", "attention_softmax", "biencoder_attention"),
+    *("cifg_update", "batched_cifg_update", "cifg"),
     *("sparse_moe_dispatch", "sparse_moe_combine", "moe"),
 )
 """What --op takes; "cifg" is both functions of the memory, "moe" both of the mixture of experts."""
@@ -50,14 +51,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
 
     # After the environment is set: these import Numba and, where it is installed, torch.
-    from perf import bench_attention_softmax, bench_cifg, bench_constrained_softmax, bench_moe
+    from perf import (
+        bench_attention_softmax,
+        bench_biencoder_attention,
+        bench_cifg,
+        bench_constrained_softmax,
+        bench_moe,
+    )
     from perf.case import is_of
     from perf.record import CsvFile, Environment, make_console, show
 
     console = make_console()
     cases = [
         case
-        for bench in (bench_attention_softmax, bench_cifg, bench_constrained_softmax, bench_moe)
+        for bench in (
+            bench_attention_softmax,
+            bench_biencoder_attention,
+            bench_cifg,
+            bench_constrained_softmax,
+            bench_moe,
+        )
         for case in bench.list_cases()
         if is_of(case.op, options.op)
         and case.matches(options.filter)

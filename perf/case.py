@@ -68,7 +68,11 @@ class Case:
     steady: bool = False
     """In place, and a call leaves the values that it found: calls may follow one another over the same buffers."""
     has_plain: bool = True
-    """torch.softmax of the same shape is the operation without its constraint."""
+    """There is an operation without the constraint."""
+    plain: Callable[..., Any] | None = None
+    """That operation, of `eager_inputs`; torch.softmax of the first input where it is not given."""
+    set_bytes: int = 0
+    """Of inputs and output together, where the output is the lesser part."""
     offset: int = 0
     """Elements by which the buffers start past an aligned address."""
     verify: Callable[[Sequence[Inputs], Sequence[Any], Callable[[], None]], None] | None = None

@@ -20,6 +20,9 @@ NORM_LIMIT = {
     ("batched_cifg_update", "float32"): 5e-6,
     ("sparse_moe_combine", "float32"): 5e-6,
     ("sparse_moe_combine", "float16"): 2e-3,
+    ("biencoder_attention", "float32"): 1e-5,
+    ("biencoder_attention", "float16"): 2e-3,
+    ("biencoder_attention", "tf32"): 1e-2,
 }
 """Limits on ‖out − ref‖ / ‖ref‖, the ones that the operations promise."""
 
@@ -50,9 +53,10 @@ def relative_error(out: NDArray[Any], reference: NDArray[np.float64]) -> float:
     return float(difference / size) if size > 0 else float(difference)
 
 
-def require_close(op: str, out: NDArray[Any], reference: NDArray[np.float64]) -> float:
+def require_close(op: str, out: NDArray[Any], reference: NDArray[np.float64], kind: str | None = None) -> float:
+    """The error; `kind` of arithmetic is the output's type where it is not given."""
     error = relative_error(out, reference)
-    limit = NORM_LIMIT[op, str(out.dtype)]
+    limit = NORM_LIMIT[op, str(out.dtype) if kind is None else kind]
     if not error <= limit:
         raise Wrong(f"relative error {error:.2e} over {limit:.0e} on {len(out)} rows")
     return error

@@ -33,12 +33,13 @@ if TYPE_CHECKING:
     from perf.record import CsvFile, Record
 
 OPERATIONS = (
-    *("constrained_softmax", "attention_softmax", "cifg_update", "batched_cifg_update"),
+    *("constrained_softmax", "attention_softmax", "biencoder_attention", "cifg_update", "batched_cifg_update"),
     *("sparse_moe_dispatch", "sparse_moe_combine"),
 )
 SHAPES = {
     "constrained_softmax": ((32, 1_000), (32, 5_000)),
     "attention_softmax": ((2, 4, 64, 64), (2, 4, 512, 512)),
+    "biencoder_attention": ((2, 4, 64, 64), (2, 4, 512, 100)),
     "cifg_update": ((32, 32), (512, 512)),
     "batched_cifg_update": ((4, 64, 64), (200, 64, 64)),
     "sparse_moe_dispatch": ((64, 64), (1_024, 511)),
@@ -85,6 +86,8 @@ def child(op: str) -> None:
             batch, d = shape[:-2], shape[-1]
             shapes = ((*batch, d), (*batch, d), (d, 2 * d), (d,))  # h, x, W_f, b_f
             arrays = [values / 1000, *(np.ones(other, np.float32) for other in shapes)]
+        elif op == "biencoder_attention":
+            arrays = [values] * 3  # a query is its own nearest key: no row records an event
         else:
             values[..., 0] += 40  # a clear leader: no row records an event
             arrays = [values]

@@ -48,6 +48,9 @@ MEMORY_LIMIT_US = 25.0
 MOE_LIMIT_US = 25.0
 """Asked of the mixture of experts where all buffers are given: nine arrays and two launches for a dispatch."""
 
+CONTEXTS_LIMIT_US = 20.0
+"""Asked of attention to contexts where the output is given."""
+
 ROWS, CLASSES = 32, 64
 HEADS_SHAPE = (2, 4, 16, 16)
 SAMPLES, MEMORY_SIZE = 4, 32
@@ -70,6 +73,8 @@ class Timed:
             return None
         if is_of(self.op, "cifg"):
             return MEMORY_LIMIT_US
+        if self.op == "biencoder_attention":
+            return CONTEXTS_LIMIT_US if self.variant == "out=" else None
         if is_of(self.op, "moe"):
             return MOE_LIMIT_US if self.variant == "out=" else None
         return LIMIT_US.get((self.family, self.variant))
@@ -113,6 +118,7 @@ def list_functions(op: str | None = None) -> Iterator[Timed]:
             if is_of(name.split()[0], op):
                 yield Timed(name, family, "out=", functools.partial(function, out=out))
                 yield Timed(name, family, "new output", function)
+        yield from context_functions(family, convert, op)
         yield from memory_functions(family, convert, op)
         yield from expert_functions(family, convert, op)
     if torch is not None:
@@ -121,6 +127,28 @@ def list_functions(op: str | None = None) -> Iterator[Timed]:
         yield Timed("torch.softmax", "torch", "out=", lambda: torch.softmax(x, -1, out=out), ours=False)
         yield Timed("torch.softmax", "torch", "new output", lambda: torch.softmax(x, -1), ours=False)
     yield from raw_launches(op)
+
+
+def context_functions(family: str, convert: Callable[[np.ndarray], object], op: str | None) -> Iterator[Timed]:
+    """Attention to contexts. Each query is one of the keys, so that none is near two of them and records an event."""
+    if not is_of("biencoder_attention", op):
+        return
+    batch, heads, queries, contexts = HEADS_SHAPE
+    random = np.random.default_rng(0)
+    keys, values = (random.normal(0, 2, (batch, heads, contexts, CLASSES)).astype(np.float32) for _ in range(2))
+    rows = (batch, heads, queries)
+    query, out = keys[:, :, :queries].copy(), np.zeros((*rows, CLASSES), np.float32)
+    call = functools.partial(burt_numba.biencoder_attention, *(convert(array) for array in (query, keys, values)))
+    given = {
+        "context_lengths": convert(np.full(batch, contexts, np.int32)),
+        "temperature_out": convert(np.zeros(rows, np.float32)),
+        "entropy_out": convert(np.zeros(rows, np.float32)),
+    }
+    yield Timed("biencoder_attention", family, "out=", functools.partial(call, out=convert(out)))
+    yield Timed(
+        "biencoder_attention", family, "out=, lengths, two more", functools.partial(call, out=convert(out), **given)
+    )
+    yield Timed("biencoder_attention", family, "new output", call)
 
 
 def memory_functions(family: str, convert: Callable[[np.ndarray], object], op: str | None) -> Iterator[Timed]:

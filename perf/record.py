@@ -238,7 +238,7 @@ def show(records: Sequence[Record], console: Console) -> None:
         console.print(gpu_table([record for record in by_kind["gpu"] if record.op == op], op))
     if by_kind["gpu"]:
         console.print("of copy: GB/s over the copy ceiling. copy: torch's copy_ of as many bytes.", end=" ")
-        console.print("plain: torch.softmax, with no constraint or mask. limit: what is asked.")
+        console.print("plain: torch.softmax or SDPA, with no constraint or mask. limit: what is asked.")
     if by_kind["host"]:
         console.print(host_table(by_kind["host"], "Host time a call in µs: issued back to back, the device idle"))
     if by_kind["first_call"]:

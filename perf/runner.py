@@ -175,7 +175,7 @@ class Bench:
         self.fresh = case.make(seed)
         """Inputs that nothing is written to."""
         first = self.fresh[case.first]
-        set_bytes = case.whole_bytes
+        set_bytes = max(case.whole_bytes, case.set_bytes)
         self.sets = 1 if case.cached else sets_to_rotate(set_bytes, cache_bytes())
         self.inputs: list[Inputs]
         if case.in_place:
@@ -249,7 +249,9 @@ class Bench:
         torch.cuda.empty_cache()
 
     def measure_plain(self) -> Timing:
-        """torch.softmax into given outputs, over the same buffers."""
+        """The operation without its constraint, over the same buffers; torch.softmax into given outputs."""
+        if self.case.plain is not None:
+            return self.measure_comparison(self.case.plain)
         outs = self.outs or [self._allocate()]
 
         def timed(i: int) -> Callable[[], object]:
