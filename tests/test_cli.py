@@ -201,6 +201,28 @@ def loose(operation):
     return lambda logits, bound, *arguments, **options: operation(logits, 2 * bound, *arguments, **options)
 
 
+def unsharpened(operation):
+    """Attends as without a bound, and says that it has searched."""
+
+    def wrong(query, keys, values, scale, bound, *arguments, temperature_out, **options):
+        operation(query, keys, values, scale, bound, *arguments, temperature_out=temperature_out, **options)
+        return operation(query, keys, values, scale, None, *arguments, **options)
+
+    return wrong
+
+
+def of_other_heads(operation):
+    """Takes the heads of the keys in another order."""
+    return lambda query, keys, values, *arguments, **options: operation(
+        query, keys[:, ::-1], values[:, ::-1], *arguments, **options
+    )
+
+
+def of_all_contexts(operation):
+    """Attends to what lies past the length as well."""
+    return lambda *arguments, context_lengths, **options: operation(*arguments, **options)
+
+
 def unbounded(operation):
     """Forgets and writes, and leaves the largest singular value as it comes."""
     return lambda C, h, x, W_f, b_f, bound, **options: operation(C, h, x, W_f, b_f, 1e6, **options)
@@ -255,6 +277,10 @@ def unweighted(operation):
         ("attention_softmax", silent),
         ("constrained_softmax", scaled),
         ("constrained_softmax", loose),
+        ("biencoder_attention", silent),
+        ("biencoder_attention", unsharpened),
+        ("biencoder_attention", of_other_heads),
+        ("biencoder_attention", of_all_contexts),
         ("cifg_update", scaled),
         ("cifg_update", silent),
         ("cifg_update", unbounded),
@@ -566,6 +592,60 @@ def test_run_a_memory_on_no_samples(run, tmp_path, shared):
     np.testing.assert_array_equal(np.load(tmp_path / "out.npz")["C"], arrays["C"])
 
 
+def context_arrays(B=2, Q=3, K=20, **more):
+    """Arrays of an attention to contexts, by name: two heads of keys for four of queries."""
+    shapes = {"query": (B, 4, Q, 8), "context_keys": (B, 2, K, 8), "context_values": (B, 2, K, 8)}
+    return {name: normal(shape, 1.5, seed=seed) for seed, (name, shape) in enumerate(shapes.items())} | more
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "title"),
+    [
+        ((), {}, "entropy bound 0.2 nats"),
+        (("--entropy-bound", 0.5, "--scale", 0.7), {"entropy_bound": 0.5, "scale": 0.7}, "entropy bound 0.5 nats"),
+        (("--no-bound",), {"entropy_bound": None}, "no entropy bound"),
+        (("--temperature-min", 0.2, "--temperature-max", 0.6, "--max-iterations", 15), None, "entropy bound 0.2 nats"),
+        (("--no-bound", "--precision", "tf32"), {"entropy_bound": None}, "no entropy bound"),
+    ],
+)
+@pytest.mark.parametrize("lengths", [None, [20, 0]])
+def test_run_biencoder_attention(run, tmp_path, words, options, title, lengths):
+    arrays = context_arrays(**({} if lengths is None else {"context_lengths": np.array(lengths)}))
+    np.savez(tmp_path / "in.npz", **arrays)
+    status, out, _ = run("run", "biencoder_attention", "--input", "in.npz", "--output", "out.npz", *words)
+    assert status == 0
+    options = {"temperature_min": 0.2, "temperature_max": 0.6} if options is None else options
+    with np.load(tmp_path / "out.npz") as written:
+        assert sorted(written.files) == ["entropy", "output", "temperature"]
+        output, temperature, entropy = (written[name] for name in ("output", "temperature", "entropy"))
+    expected = reference.biencoder_attention(**arrays, **options, temperature=temperature)
+    tf32 = "tf32" in words
+    assert relative_error(output, expected.output) <= LIMITS["attention_tf32" if tf32 else "attention_float32"]
+    if not tf32:
+        assert entropy == pytest.approx(expected.entropy, abs=1e-4)
+    shown = [" ".join(line.split()) for line in out.splitlines()]
+    start = 0.6 if "temperature_max" in options else 1
+    acted = np.count_nonzero(temperature < np.float32(start))
+    empty = 0 if lengths is None else 12
+    for line in (
+        f"biencoder_attention, {title} → out.npz",
+        "query (2, 4, 3, 8) float32",
+        "contexts (2, 2, 20, 8) float32",
+        f"queries where the bound acted {acted} of 24 ({acted / 24:.1%})",
+        f"queries without a context {empty} of 24 ({empty / 24:.1%})",
+    ):
+        assert line in shown, out
+    assert ("ENTROPY_OVERFLOW (code 3)" in out) == (3 in expected.counts)
+
+
+@pytest.mark.parametrize("change", [{"B": 0}, {"Q": 0}, {"K": 0}])
+def test_run_on_nothing_to_attend_to(run, tmp_path, change):
+    np.savez(tmp_path / "in.npz", **context_arrays(**change))
+    status, out, _ = run("run", "biencoder_attention", "--input", "in.npz", "--output", "out.npz")
+    assert status == 0, out
+    assert (np.load(tmp_path / "out.npz")["output"] == 0).all()
+
+
 def routing_arrays(T=40, d=6, E=4, k=2):
     """Arrays of a dispatch, by name: more tokens ask for a low expert than for a high one."""
     random = np.random.default_rng(0)
@@ -679,6 +759,8 @@ def test_run_on_no_tokens(run, tmp_path):
             ("sparse_moe_dispatch", "--input", "routing.npz", "--expert-capacity", "-1"),
             "moe_dispatch: expert_capacity: ",
         ),
+        (("biencoder_attention", "--input", "routing.npz"), "holds no array named query (it holds: "),
+        (("biencoder_attention", "--input", "contexts.npz"), "biencoder_attention: context_keys: expected heads"),
         (("sparse_moe_combine", "--input", "routing.npz"), "holds no array named expert_outputs (it holds: input, "),
     ],
 )
@@ -696,6 +778,7 @@ def test_run_refuses(refused, tmp_path, words, message):
     np.savez(tmp_path / "update.npz", **update)
     routing = routing_arrays()
     np.savez(tmp_path / "routing.npz", **{**routing, "top_k_indices": routing["top_k_indices"].astype(np.int16)})
+    np.savez(tmp_path / "contexts.npz", **{**context_arrays(), "context_keys": np.zeros((2, 3, 20, 8), np.float32)})
     np.savez(tmp_path / "memory.npz", **{name: array for name, array in update.items() if name != "x"})
     assert message in refused("run", *words, "--output", "out.npz")
     assert not (tmp_path / "out.npz").exists()
@@ -764,6 +847,10 @@ def test_plan_refuses(refused, words, message):
     [
         ("constrained_softmax", {"batch_size": 32, "num_classes": 50_000}),
         ("attention_softmax", {"batch_size": 2, "num_heads": 8, "seq_len": 512, "causal": True}),
+        (
+            "biencoder_attention",
+            {"batch_size": 2, "num_heads": 8, "query_len": 512, "context_len": 64, "d_head": 64, "precision": "tf32"},
+        ),
         ("cifg_update", {"d_model": 512, "input_dim": 1024, "multiprocessors": 68}),
         ("batched_cifg_update", {"batch_size": 2, "d_model": 5, "input_dim": 6, "shared_memory_mode": True}),
         ("sparse_moe_dispatch", {"batch_size": 1024, "d_model": 512, "num_experts": 4, "expert_capacity": 700}),
