@@ -135,3 +135,53 @@ def test_long_context_in_place_between_guard_cells():
         assert (part.sum(-1, dtype=torch.float64) - 1).abs().max() <= 1e-5
     torch.cuda.synchronize()
     assert errors.counts == {}
+
+
+@pytest.mark.parametrize(("contexts", "dims"), [(9_000_000, 256), (2**26 + 5, 33)])
+@pytest.mark.parametrize("bound", [0.2, None])
+def test_keys_and_values_past_2_to_the_31_elements(contexts, dims, bound):
+    """An offset of 32 bits wraps within one head: pytorch/pytorch#191565. 4.3 GiB of keys, 4.3 GiB of values."""
+    needs(12)
+    keys = torch.zeros((1, 1, contexts, dims), dtype=torch.float16, device="cuda")
+    values = torch.zeros_like(keys)
+    places = torch.tensor([0, 2**31 // dims - 1, 2**31 // dims, 2**31 // dims + 1, contexts - 1], device="cuda")
+    scores = torch.tensor([60.0, 59.0, 58.5, 61.0, 60.5], device="cuda")
+    keys[0, 0, places, 0], keys[0, 0, places, -1] = scores.half(), 0
+    values[0, 0, places] = torch.randn((5, dims), device="cuda").half()
+    query = torch.zeros((1, 1, 3, dims), dtype=torch.float16, device="cuda")
+    query[..., 0] = torch.tensor([1.0, 0.9, 0.8])
+    out, temperature = torch.full_like(query, torch.nan), torch.empty((1, 1, 3), device="cuda")
+    errors = burt_numba.ErrorBuffer()
+    burt_numba.biencoder_attention(query, keys, values, 1.0, bound, temperature_out=temperature, out=out, errors=errors)
+    torch.cuda.synchronize()
+    # The others are 45 below the best: all of them together carry less than 1e-11 of the weight.
+    expected = reference.biencoder_attention(
+        *(array.cpu().numpy() for array in (query, keys[:, :, places], values[:, :, places])),
+        1.0,
+        bound,
+        temperature=temperature.cpu().numpy(),
+    )
+    assert relative_error(out, expected.output) <= 2e-3
+    assert errors.counts == {}
+    keys[0, 0, contexts - 1, 1] = torch.nan
+    burt_numba.biencoder_attention(query, keys, values, 1.0, bound, out=out, errors=errors)
+    torch.cuda.synchronize()
+    assert (errors.counts, errors.first_index) == ({1: 1}, (contexts - 1) * dims + 1)
+
+
+def test_2_to_the_28_queries():
+    """More rows than a launch takes, and more elements than 2^31. 4 GiB of queries, 4 GiB of results."""
+    needs(12)
+    rows, dims, period = 2**28 + 3, 8, 7
+    pattern = torch.tensor(np.random.default_rng(0).standard_normal((period, dims)) * 2, device="cuda").half()
+    contexts = [torch.randn((1, 1, 3, dims), device="cuda").half() for _ in range(2)]
+    query = pattern.repeat(math.ceil(rows / period), 1)[:rows].view(1, 1, rows, dims)
+    errors = burt_numba.ErrorBuffer()
+    answer = burt_numba.biencoder_attention(pattern.view(1, 1, period, dims), *contexts, errors=errors).view(period, -1)
+    out = torch.full_like(query, torch.nan)
+    burt_numba.biencoder_attention(query, *contexts, out=out, errors=errors)
+    whole = rows // period * period
+    flat = out.view(rows, dims)
+    for part in flat[:whole].view(-1, period * dims).split(2**22):
+        assert torch.allclose(part, answer.view(1, -1).expand_as(part), rtol=2e-3, atol=1e-4)
+    assert torch.allclose(flat[whole:], answer[: rows - whole], rtol=2e-3, atol=1e-4)
