@@ -51,6 +51,14 @@ if SIMULATED:
         """
         return np.int32(number)
 
+    def choose(condition, a, b):
+        """One of two float32 values, without a branch and where it stands.
+
+        The compiler does not know that all lanes of a warp have to make the same shuffle: it may make one loop with
+        shuffles into two, one for each answer to a condition, unless there is such an instruction in it.
+        """
+        return a if condition else b
+
     def whole_quotient(a, b):
         """a // b of int32 numbers that are not negative. (Numba divides in 64 bits, with a subroutine.)"""
         return np.int32(a // b)
@@ -105,6 +113,16 @@ else:
             return assembly(builder, ir.IntType(32), args, "mov.b32 $0, $1;", "=r,r")
 
         return types.int32(types.int32), codegen
+
+    @intrinsic
+    def choose(typingctx, condition, a, b):
+        def codegen(context, builder, signature, args):
+            condition, a, b = args
+            word = builder.zext(condition, ir.IntType(32))
+            text = "{ .reg .pred first; setp.ne.u32 first, $3, 0; selp.f32 $0, $1, $2, first; }"
+            return assembly(builder, ir.FloatType(), [a, b, word], text, "=f,f,f,r")
+
+        return types.float32(types.boolean, types.float32, types.float32), codegen
 
     @intrinsic
     def whole_quotient(typingctx, a, b):

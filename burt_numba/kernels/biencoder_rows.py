@@ -36,7 +36,7 @@ from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
 from burt_numba.device.cluster import cluster_barrier, cluster_store
 from burt_numba.device.entropy import GAP_RANGE, column_sums, entropy_search, first_beta, gap_of, last_beta
-from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, exp2, maximum, opaque, whole_quotient
+from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, choose, exp2, maximum, opaque, whole_quotient
 from burt_numba.device.row_bounds import report_row, row_bound
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
@@ -61,8 +61,8 @@ def _fold(sums, step, lane):
     """Half of the sums go to the lane that differs in the bit ``step``, which keeps those; both add what they get."""
     upper = lane & step != 0
     for place in range(step):
-        kept = sums[place + step] if upper else sums[place]
-        given = sums[place] if upper else sums[place + step]
+        kept = choose(upper, sums[place + step], sums[place])
+        given = choose(upper, sums[place], sums[place + step])
         sums[place] = kept + shuffle_xor(given, step, FULL_MASK)
 
 
@@ -223,7 +223,7 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
         A sum that is not finite is made once more, of finite elements alone.
         """
         value_start, value_stride, dim_stride, flat_head, contexts = place
-        words, cells, sums, shares = buffers
+        words, cells, sums, shares, chosen_contexts = buffers
         part_start, part_padded, smallest = part
         lane = np.int32(cuda.laneid)
         lanes = np.int32(1)
@@ -254,8 +254,10 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
                         # Beyond the last value, that one again, without weight.
                         chosen = kept[list_start + min(rank, np.int32(count - 1))]
                         share = shuffle(weight, chosen, FULL_MASK)
-                        shares[row] = share if rank < count else _ZERO
-                        offset = value_start + np.int64(context - lane + chosen) * value_stride
+                        shares[row] = choose(rank < count, share, _ZERO)
+                        chosen_contexts[row] = np.int32(context - lane + chosen)
+                    for row in range(values_together):
+                        offset = value_start + np.int64(chosen_contexts[row]) * value_stride
                         for piece in range(pieces):
                             dim = np.int32((piece * lanes + member) * width)
                             cell = (row * pieces + piece) * width
@@ -360,6 +362,7 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
         value_values = cuda.local.array(value_cells, np.float32)
         value_sums = cuda.local.array(piece_cells, np.float32)
         shares = cuda.local.array(values_together, np.float32)
+        chosen_contexts = cuda.local.array(values_together, np.int32)
         begin_row()
         thread = np.int32(cuda.threadIdx.x)
         threads = np.int32(cuda.blockDim.x)
@@ -439,7 +442,7 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
             flat_head,
             contexts,
         )
-        buffers = (value_words, value_values, value_sums, shares)
+        buffers = (value_words, value_values, value_sums, shares, chosen_contexts)
         part = (part_start, part_padded, smallest_weight(length))
         factor = _ONE / total if total > _ZERO else _ZERO
         lanes = add_values(source, values, value_place, kept, buffers, part, beta, factor, dims, errors)
