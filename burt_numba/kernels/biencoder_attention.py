@@ -92,9 +92,11 @@ def _read_gap(source, context):
     """A gap from shared memory, or computed again where that holds no more than a tile of scores."""
     scores, place, score_cell, is_resident, row_max, gap_limit = source
     if is_resident:
-        return scores[1][score_cell + context]
-    _load_keys(scores, context)
-    return gap_of(row_max, _score(scores, place, context, False), gap_limit)
+        gap = scores[1][score_cell + context]
+    else:
+        _load_keys(scores, context)
+        gap = gap_of(row_max, _score(scores, place, context, False), gap_limit)
+    return gap
 
 
 _block = row_reductions(ANY_THREADS)

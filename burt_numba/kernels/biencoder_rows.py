@@ -217,10 +217,10 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
     search = entropy_search(column_sums(read_gap, reductions.sum3))
 
     @cuda.jit(device=True)
-    def add_values(source, values, place, kept, buffers, part, beta, total, dims, errors):
-        """A warp adds up the weighted values of its contexts: (lanes a value, whether a sum is not finite).
+    def add_values(source, values, place, kept, buffers, part, beta, factor, dims, errors):
+        """A warp adds up the weighted values of its contexts, and says how many lanes have one: each some columns.
 
-        A sum that is not finite is made once more, of finite elements alone.
+        Sums that are not finite are made once more, of finite elements alone, after a report of the others.
         """
         value_start, value_stride, dim_stride, flat_head, contexts = place
         words, cells, sums, shares, chosen_contexts = buffers
@@ -240,7 +240,7 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
             for cell in range(piece_cells):
                 sums[cell] = _ZERO
             for context in range(part_start + cuda.threadIdx.x, part_padded, cuda.blockDim.x):
-                weight = exp2(-beta * read_gap(source, context)) * total
+                weight = exp2(-beta * read_gap(source, context)) * factor
                 is_kept = weight > smallest
                 found = lanes_where(is_kept, FULL_MASK)
                 count = count_lanes(found)
@@ -282,7 +282,7 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
             mends = True
             if adding:
                 for context in range(part_start + cuda.threadIdx.x, part_padded, cuda.blockDim.x):
-                    is_kept = exp2(-beta * read_gap(source, context)) * total > smallest
+                    is_kept = exp2(-beta * read_gap(source, context)) * factor > smallest
                     own = np.int64(opaque(np.int32(context)))
                     report_not_finite(
                         values,
