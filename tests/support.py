@@ -50,6 +50,8 @@ LIMITS = {
     # The rounding of a score counts 1 / T times. Below this temperature a row's error in norm is taken times T over it:
     # scores in float32 alone, all else exact, bring a row at T = 0.01 to 2e-4.
     "attention_cold": 0.1,
+    # Of all contexts together whose values are not read: half a unit in the last place of a sum of 1.
+    "weight_left_out": 2**-24,
     # A dot product in float32, relative to the sum of its terms' sizes: rounding is 6e-8 a term, of both signs.
     "score_rounding": 2.5e-7,
     # The same of terms whose factors were cut to 10 bits of fraction.
