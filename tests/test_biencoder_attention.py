@@ -459,6 +459,9 @@ def test_overflow_is_counted_once_a_score():
     assert (outcome.counts, outcome.first) == ({2: 20}, (0, 2))
     outcome = check_biencoder(inputs, None, 5.0, context_lengths=np.int32([3]))
     assert outcome.counts == {2: 12}
+    inputs.query[0, 0] = inputs.query[0, 1, 0] = 0
+    outcome = check_biencoder(inputs, None, 5.0, context_lengths=np.int32([3]))
+    assert (outcome.counts, outcome.first) == ({2: 3}, (3 * 5, 2))
 
 
 @each_type

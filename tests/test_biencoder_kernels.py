@@ -82,7 +82,18 @@ def test_rows_with_bad_elements(monkeypatch, shape, is_resident):
         array.ravel()[3::17], array.ravel()[5::19], array.ravel()[8::23] = np.nan, np.inf, -np.inf
     check_biencoder(inputs)
     large = Inputs(*(np.full((1, 1, n, 4), 1e20, np.float32) for n in (1, 40, 40)))
-    assert check_biencoder(large, None, 5.0).counts == {2: 40}
+    outcome = check_biencoder(large, None, 5.0, context_lengths=np.int32([37]))
+    assert (outcome.counts, outcome.first) == ({2: 37}, (0, 2))
+
+
+@each_shape
+@each_room
+def test_rows_count_each_element_once(monkeypatch, shape, is_resident):
+    choose_rows(monkeypatch, *shape, is_resident)
+    inputs = inputs_of(1, 2, 2, 70, 5, key_heads=1)
+    inputs.query[:, :, :, 2], inputs.context_keys[:, :, :, 3] = np.nan, np.inf
+    outcome = check_biencoder(inputs, None, 20.0, context_lengths=np.int32([68]))
+    assert outcome.counts == {1: 4, 2: 68}
 
 
 @each_shape
@@ -252,8 +263,19 @@ def test_bad_elements_by_hand():
     for array in inputs:
         array.ravel()[3::17], array.ravel()[5::19], array.ravel()[8::23] = np.nan, np.inf, -np.inf
     check_by_hand(inputs)
-    large = Inputs(*(np.full((1, 1, n, 4), 1e20, np.float32) for n in (2, 40, 40)))
-    assert check_by_hand(large, bound=5.0).counts == {2: 80}
+    large = Inputs(*(np.full((2, 1, n, 4), 1e20, np.float32) for n in (2, 40, 40)))
+    assert check_by_hand(large, bound=5.0).counts == {2: 160}
+    outcome = check_by_hand(large, bound=5.0, lengths=[0, 7])
+    assert (outcome.counts, outcome.first) == ({2: 14}, (80, 2))
+
+
+@pytest.mark.parametrize("shared_bytes", [40_000, 100_000])
+def test_elements_are_counted_once_by_hand(shared_bytes):
+    """Whichever heads and tiles of queries read them; with no bad values the counts are exact."""
+    inputs = inputs_of(2, 4, 17, 20, 8, key_heads=2)
+    inputs.query[:, :, :, 2], inputs.context_keys[:, :, :, 6] = np.nan, np.inf
+    outcome = check_by_hand(inputs, bound=20.0, lengths=[20, 3], shared_bytes=shared_bytes)
+    assert outcome.counts == {1: 2 * 4 * 17, 2: 2 * 23}
 
 
 def test_without_side_outputs():
