@@ -143,8 +143,8 @@ def biencoder_attention(
     >>> query = np.array([[[[1, 0]]]], np.float32)
     >>> keys = np.array([[[[3, 0], [2, 5], [1, 0]]]], np.float32)
     >>> values = np.array([[[[1, 0], [0, 1], [0, 0]]]], np.float32)
-    >>> burt_numba.biencoder_attention(query, keys, values, scale=1.0).round(3)
-    array([[[[0.953, 0.045]]]], dtype=float32)
+    >>> burt_numba.biencoder_attention(query, keys, values, scale=1.0).round(2)
+    array([[[[0.95, 0.05]]]], dtype=float32)
     """
     if lse_out is not None and entropy_bound is not None:
         raise BurtDimensionError(f"{_NAME}: lse_out: expected entropy_bound=None with it, got {entropy_bound!r:.60}")
@@ -373,7 +373,14 @@ def plan(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
         raise BurtDimensionError(f"plan: {_NAME}: d_head: expected at most {MOST_DIMS}, got {sizes.dims}")
     if sizes.heads % sizes.key_heads if sizes.key_heads else sizes.heads:
         raise BurtDimensionError(f"plan: {_NAME}: key_heads: expected a divisor of {heads}, got {sizes.key_heads}")
-    refuse_too_many(_NAME, max(sizes.rows, sizes.contexts))
+    for what, size in (
+        ("batch_size * num_heads", batch * heads),
+        ("query_len", sizes.queries),
+        ("context_len", sizes.contexts),
+    ):
+        if size > _MOST_SIZE:
+            raise BurtDimensionError(f"plan: {_NAME}: {what}: expected at most 2**30, got {size}")
+    refuse_too_many(_NAME, sizes.rows)
     tiles = DocumentedTiles.of(sizes.dims)
     documented = LaunchPlan(
         f"{_NAME}_kernel",

@@ -94,6 +94,17 @@ def test_refuses_sizes_beyond_32_bits(size):
         burt_numba.biencoder_attention(many, one, one)
 
 
+@pytest.mark.parametrize(("B", "H"), [(2**16, 2**15), (2**31, 1), (1, 2**31), (2**20, 2**12), (2**30 + 1, 1)])
+def test_refuses_heads_beyond_32_bits(B, H):
+    """The number of a sample's head wrapped where all samples together had 2**31 of them."""
+    one = np.zeros((1, 1, 1, 1), np.float32)
+    query, contexts = np.broadcast_to(one, (B, H, 1, 1)), np.broadcast_to(one, (B, 1, 1, 1))
+    with pytest.raises(
+        BurtDimensionError, match=rf"^biencoder_attention: query: expected B H of .* 2\*\*30, got {B * H}"
+    ):
+        burt_numba.biencoder_attention(query, contexts, contexts)
+
+
 # Parameters ----------------------------------------------------------------------------------------------------------
 
 

@@ -562,6 +562,11 @@ REFUSALS = [
         {**CONTEXTS, "precision": "bf16"},
         "plan: biencoder_attention: precision: expected fp32 or tf32, got 'bf16'",
     ),
+    (
+        "biencoder_attention",
+        {**CONTEXTS, "batch_size": 2**28},
+        f"plan: biencoder_attention: batch_size * num_heads: expected at most 2**30, got {2**31}",
+    ),
     ("biencoder_attention", {**CONTEXTS, "seq_len": 3}, "plan: biencoder_attention: unexpected seq_len"),
 ]
 
