@@ -1,4 +1,4 @@
-"""Entropy-bounded softmax, gated matrix memories and mixtures of experts in pure Python, on Numba CUDA.
+"""Entropy-bounded softmax and attention to contexts, gated memories and mixtures of experts, in Python on Numba CUDA.
 
 Functions take Numba, CuPy, PyTorch and NumPy arrays alike. With NUMBA_ENABLE_CUDASIM=1 the same kernels run in a
 simulator on the CPU. Importing the package imports nothing else; functions import what they need.

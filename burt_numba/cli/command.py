@@ -194,7 +194,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="burt-numba",
-        description="Entropy-bounded softmax, gated matrix memories and mixtures of experts on Numba CUDA.",
+        description="Entropy-bounded softmax, attention to retrieved contexts, gated matrix memories and mixtures of "
+        "experts on Numba CUDA.",
     )
     parser.add_argument("--version", action="version", version=f"burt-numba {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
