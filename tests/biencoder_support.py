@@ -3,12 +3,20 @@
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from support import LIMITS, Guarded, events_of, normal, relative_error, to_target
 
 import burt_numba
 from burt_numba import reference
+from burt_numba.host.compiling import compute_capability
 
 NAN_INPUT, INF_INPUT, ENTROPY_OVERFLOW = 1, 2, 3
+each_type = pytest.mark.parametrize("dtype", [np.float32, np.float16])
+# Few queries of a head have a block or a cluster each; where there are tensor cores, more share a warp, 32 at a time.
+each_kernel = pytest.mark.parametrize("queries", [2, 5])
+ROWS, TILES, DOCUMENTED = "biencoder_rows_kernel", "biencoder_tiles_kernel", "biencoder_attention_kernel"
+TOGETHER = {ROWS: 1, TILES: 32, DOCUMENTED: 16}
+"""Queries of a head that read a value together, and report it once."""
 PARAMETERS = ("scale", "entropy_bound", "temperature_min", "temperature_max", "max_iterations")
 
 
@@ -31,9 +39,12 @@ def inputs_of(B, H, Q, K, D, *, key_heads=None, dtype=np.float32, spread=3.0, se
     )
 
 
-def inputs_with_scores(scores, D=4, *, dtype=np.float32, seed=0):
-    """One query and contexts whose scores, at scale=1, are these numbers, exactly: the first element of the keys."""
-    query, keys = np.zeros((1, 1, 1, D), dtype), np.zeros((1, 1, len(scores), D), dtype)
+def inputs_with_scores(scores, D=4, *, queries=1, dtype=np.float32, seed=0):
+    """Equal queries and contexts whose scores, at scale=1, are these numbers: the first element of the keys.
+
+    Exactly so for one query, and for any number of them where the scores have 22 bits or fewer.
+    """
+    query, keys = np.zeros((1, 1, queries, D), dtype), np.zeros((1, 1, len(scores), D), dtype)
     query[..., 0], keys[0, 0, :, 0] = 1, scores
     return Inputs(query, keys, normal(keys.shape, 1.0, dtype, seed))
 
@@ -87,14 +98,41 @@ def kind_of(inputs, precision="fp32"):
     return "tf32" if precision == "tf32" and inputs.query.dtype == np.float32 else inputs.query.dtype.name
 
 
-def score_rounding(inputs, scale, precision):
+def kernel_of(inputs, precision="fp32"):
+    """The name of the kernel that a call with these inputs launches; of no rows, that of few."""
+    (B, H, Q, D), (_, key_heads, K, _) = inputs.query.shape, inputs.context_keys.shape
+    planned = burt_numba.plan(
+        "biencoder_attention",
+        batch_size=B,
+        num_heads=H,
+        key_heads=key_heads,
+        query_len=Q,
+        context_len=K,
+        d_head=D,
+        dtype=inputs.query.dtype.name,
+        precision=precision,
+        compute_capability=compute_capability(0),
+    )
+    return planned.launches[0].kernel if planned.launches else ROWS
+
+
+def queries_together(inputs):
+    """Queries of a head that read a value together."""
+    return TOGETHER[kernel_of(inputs)]
+
+
+def score_rounding(inputs, scale, precision, kernel):
     """[B, H, Q]: how far a score may be off, from the sizes of the terms of its sum."""
     query, keys, _ = (np.abs(np.where(np.isfinite(a), a, 0).astype(np.float64)) for a in inputs)
     if keys.shape[2] == 0 or query.size == 0:
         return np.zeros(query.shape[:3])
     keys = np.repeat(keys, query.shape[1] // keys.shape[1], axis=1)
     terms = (query @ keys.swapaxes(2, 3)).max(axis=3)
-    name = "score_rounding_tf32" if kind_of(inputs, precision) == "tf32" else "score_rounding"
+    name = "score_rounding"
+    if kind_of(inputs, precision) == "tf32":
+        name = "score_rounding_tf32"
+    elif kernel == TILES:
+        name = "score_rounding_tiles"
     return LIMITS[name] * terms * abs(query.shape[3] ** -0.5 if scale is None else scale)
 
 
@@ -110,15 +148,18 @@ def assert_attended(
     context_lengths=None,
     precision="fp32",
     may_run_out=False,
+    kernel=None,
 ):
     """Everything that biencoder_attention promises about its outputs and its events.
 
-    `may_run_out`: max_iterations is small, so the entropy may be lower than the band.
+    `may_run_out`: max_iterations is small, so the entropy may be lower than the band. `kernel`: which one it was, if
+    not the one that a call launches.
     """
+    kernel = kernel_of(inputs, precision) if kernel is None else kernel
     temperature_min = float(np.float32(temperature_min))
     start = float(np.clip(np.float32(1.0), temperature_min, np.float32(temperature_max)))
 
-    def at(temperature):
+    def at(temperature, inputs=inputs):
         return reference.biencoder_attention(
             *inputs,
             scale,
@@ -136,7 +177,7 @@ def assert_attended(
     assert ((temperature >= np.float32(temperature_min)) & (temperature <= np.float32(start))).all()
 
     expected = at(temperature)
-    rounding = score_rounding(inputs, scale, precision)
+    rounding = score_rounding(inputs, scale, precision, kernel)
     spread = rounding / temperature
     limit = LIMITS[f"attention_{kind_of(inputs, precision)}"] + 2 * spread
     assert_rows_of_values(out, expected, inputs, limit)
@@ -166,7 +207,9 @@ def assert_attended(
 
     if outcome.lse is not None:
         assert_sums(outcome.lse, expected.lse, rounding / start)
-    assert_events(outcome, expected, inputs, int(out_of_reach.sum()), int(perhaps.sum()))
+    found = value_events(inputs, expected.weights, spread, TOGETHER[kernel], context_lengths)
+    others = at(temperature, inputs._replace(context_values=np.zeros_like(inputs.context_values))).counts
+    assert_events(outcome, expected, others, found, int(out_of_reach.sum()), int(perhaps.sum()))
 
 
 def assert_rows_of_values(out, expected, inputs, limit):
@@ -203,24 +246,44 @@ def assert_sums(lse, expected, rounding):
     assert (error <= LIMITS["lse"] + LIMITS["lse_relative"] * np.abs(sums) + rounding).all(), f"{error.max()}"
 
 
-def assert_events(outcome, expected, inputs, surely_out_of_reach, perhaps_out_of_reach):
-    """Counts and first index of the reference.
-
-    A bad element of the values may be counted once for each query, and a row whose entropy at temperature_min is its
-    bound, but for the rounding of its scores, may be recorded or not.
+def value_events(inputs, weights, spread, together, context_lengths=None):
+    """{code: (fewest, most)} events of the values: of each bad element, one for each group of so many queries of a head
+    that gave its context weight. Between the two lies what the rounding of the scores may decide.
     """
-    counts, wanted = dict(outcome.counts), dict(expected.counts)
+    (_, H, Q, _), (_, key_heads, K, _) = inputs.query.shape, inputs.context_values.shape
+    bad = {NAN_INPUT: np.isnan(inputs.context_values), INF_INPUT: np.isinf(inputs.context_values)}
+    if weights.size == 0 or not any(where.any() for where in bad.values()):
+        return {code: (0, 0) for code in bad}
+    lengths = np.full(len(weights), K) if context_lengths is None else np.clip(context_lengths, 0, K)
+    threshold = np.minimum(2.0**-40, 2.0**-24 / np.maximum(lengths, 1))[:, None, None, None]
+    groups = []
+    for side in (-1, 1):
+        moved = weights * np.exp(np.minimum(2 * side * spread, 700.0))[..., None]
+        carries = moved * (1 + 1e-4 * side) > threshold
+        firsts = range(0, Q, together)
+        groups.append(np.stack([carries[:, :, first : first + together].any(axis=2) for first in firsts]).sum(axis=0))
+    # [B, H, K] groups of queries; of all heads that share a value.
+    shared = [each.reshape(len(weights), key_heads, H // key_heads, K).sum(axis=2) for each in groups]
+    counts = {code: where.sum(axis=3) for code, where in bad.items()}
+    return {code: tuple(int((each * count).sum()) for each in shared) for code, count in counts.items()}
+
+
+def assert_events(outcome, expected, others, found, surely_out_of_reach, perhaps_out_of_reach):
+    """The first index of the reference, and its counts: those of `others`, and of the values, as `found`.
+
+    A row whose entropy at temperature_min is its bound, but for the rounding of its scores, may be recorded or not.
+    """
+    counts, wanted = dict(outcome.counts), dict(others)
     rows = counts.pop(ENTROPY_OVERFLOW, 0)
     wanted.pop(ENTROPY_OVERFLOW, 0)
     assert surely_out_of_reach <= rows <= perhaps_out_of_reach
-    _, H, Q, _ = inputs.query.shape
-    assert counts.keys() == wanted.keys()
-    for code, where in ((NAN_INPUT, np.isnan), (INF_INPUT, np.isinf)):
-        in_values = int(np.count_nonzero(where(inputs.context_values)))
-        most = wanted.get(code, 0) + in_values * (H // max(1, inputs.context_values.shape[1]) * Q - 1)
-        assert wanted.pop(code, 0) <= counts.pop(code, 0) <= max(0, most)
+    for code, (fewest, most) in found.items():
+        recorded, elsewhere = counts.pop(code, 0), wanted.pop(code, 0)
+        assert elsewhere + fewest <= recorded <= elsewhere + most, (
+            f"code {code}: {recorded} events, expected {elsewhere}, and {fewest} to {most} of values"
+        )
     assert counts == wanted
-    if surely_out_of_reach == perhaps_out_of_reach:
+    if surely_out_of_reach == perhaps_out_of_reach and all(fewest == most for fewest, most in found.values()):
         assert outcome.first == expected.first
 
 

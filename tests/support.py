@@ -54,8 +54,11 @@ LIMITS = {
     "weight_left_out": 2**-24,
     # A dot product in float32, relative to the sum of its terms' sizes: rounding is 6e-8 a term, of both signs.
     "score_rounding": 2.5e-7,
-    # The same of terms whose factors were cut to 10 bits of fraction.
-    "score_rounding_tf32": 1e-3,
+    # The same on tensor cores: two parts of 11 bits, both cut, leave out up to 2^-20 of each factor and of the product,
+    # 3e-6 in all; float16 numbers are multiplied exactly, and sums of them are cut.
+    "score_rounding_tiles": 3e-6,
+    # Of terms with a factor cut to 10 bits of fraction, less the mean of that, and another one rounded to them.
+    "score_rounding_tf32": 1.2e-3,
     # ln sum exp over the contexts, beside the rounding of the scores: in nats, and relative to it.
     "lse": 2e-6,
     "lse_relative": 1e-6,
