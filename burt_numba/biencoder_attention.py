@@ -15,7 +15,18 @@ from typing import Any
 
 import numpy as np
 
-from burt_numba.biencoder_launches import MOST_DIMS, DocumentedTiles, Sizes, choose, rows_kernel_spec
+from burt_numba.biencoder_launches import (
+    EXACT,
+    HALF,
+    MOST_DIMS,
+    ROUNDED,
+    Choice,
+    DocumentedTiles,
+    Sizes,
+    choose,
+    rows_kernel_spec,
+    tiles_kernel_spec,
+)
 from burt_numba.host.arrays import Description, family_of
 from burt_numba.host.checks import FLOATING, describe, require_dtype, require_number, require_output, require_shape
 from burt_numba.host.compiling import KernelSpec, compute_capability, kernel_in
@@ -252,6 +263,18 @@ def _lengths(request: Request, batch: int) -> tuple[Any, ...]:
     return (array, *numbers, Number(words, "i4"))
 
 
+def _choices(
+    sizes: Sizes, vector: int, dtype: str, precision: str, capability: tuple[int, int]
+) -> Iterator[tuple[int, int, Choice]]:
+    """(first row, rows, launch) until all rows are taken."""
+    for first_row in range(0, sizes.rows, MOST_ROWS):
+        rows = min(MOST_ROWS, sizes.rows - first_row)
+        choice = choose(sizes, rows, vector, dtype, precision, capability)
+        yield first_row, rows, choice
+        if choice.takes_all:
+            return
+
+
 def _answer(request: Request) -> Answer:
     precision, default_scale = request.options
     sizes = _check(request)
@@ -271,9 +294,7 @@ def _answer(request: Request) -> Answer:
     rows_out = (sizes.rows,)
     scale = Number(1.0 / math.sqrt(sizes.dims), "f4") if default_scale else CallNumber(_SCALE, "f4")
     launches = []
-    for first_row in range(0, sizes.rows, MOST_ROWS):
-        rows = min(MOST_ROWS, sizes.rows - first_row)
-        choice = choose(sizes, rows, vector, dtype, precision, capability)
+    for first_row, rows, choice in _choices(sizes, vector, dtype, precision, capability):
         arguments = (
             *(each.argument for each in vectors),
             Array(_OUT, dtype, (sizes.rows * sizes.dims,)),
@@ -331,6 +352,8 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     for dtype, widest in (("f4", 4), ("f2", 8)):
         for vector, blocks, resident in itertools.product((widest, 1), (1, MAX_CLUSTER_BLOCKS), (True, False)):
             yield rows_kernel_spec(vector, dtype, blocks, resident), _types(dtype)
+        for kind, vector in itertools.product((HALF,) if dtype == "f2" else (EXACT, ROUNDED), (widest, 1)):
+            yield tiles_kernel_spec(kind, vector), _types(dtype)
         arrays = (f"{dtype}:4C",) * 4
         numbers = (*("i8",) * 5, "f4", "f4", "f4", "f4", "i8")
         yield _documented(), (*arrays, *numbers, "f4:1C", "i4:1C", *("f4:1C",) * 3, "i8:1C")
@@ -390,9 +413,8 @@ def plan(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
     )
     launches = []
     vector = 16 // itemsize if sizes.dims % (16 // itemsize) == 0 else 1
-    for first_row in range(0, sizes.rows, MOST_ROWS):
-        rows = min(MOST_ROWS, sizes.rows - first_row)
-        choice = choose(sizes, rows, vector, "f2" if itemsize == 2 else "f4", precision, compute_capability)
+    dtype = "f2" if itemsize == 2 else "f4"
+    for _first_row, _rows, choice in _choices(sizes, vector, dtype, precision, compute_capability):
         launches.append(
             LaunchPlan(
                 f"{choice.kernel.name}_kernel", (choice.grid,), choice.threads, choice.shared_bytes, choice.cluster

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from burt_numba.host.compiling import KernelSpec, kernel_in
+from burt_numba.host.plans import MOST_BLOCKS
 from burt_numba.target import MAX_CLUSTER_BLOCKS, has_clusters, most_shared_bytes
 
 MOST_DIMS = 256
@@ -20,11 +21,35 @@ PARTS_CELL = PARTIALS_CELL + ROWS_BLOCK // 32 * MOST_DIMS
 SCORES_CELL = PARTS_CELL + MAX_CLUSTER_BLOCKS * MOST_DIMS
 """Floats of shared memory before what the warps have added up, before what the blocks of a cluster have, and before
 the scores; the query comes first. Of a query of one block, the scores begin where the parts of blocks would."""
+EXACT, ROUNDED, HALF = range(3)
+"""Products of float32 numbers as sums of three, of numbers rounded to 11 bits, of float16 numbers."""
+TILE_ROWS = 16
+"""Queries of a tile, as a tensor core takes them."""
+ROW_TILES = 2
+"""Tiles of a warp, which with them has as many queries as lanes."""
+KEY_TILES = 4
+"""Tiles of 8 keys that a warp multiplies at a time."""
+STRETCH = 8 * KEY_TILES
+"""Keys that a block has in shared memory at a time, twice."""
+FRAGMENT = 256
+"""Cells of shared memory of a tile of queries and 16 words of each."""
+VALUE_DIMS = 64
+"""Elements of the result that a warp adds up at a time."""
+_MOST_TILES_WARPS = 4
+TILES_RESIDENT = 256
+"""Threads that a multiprocessor holds at least: 255 registers each."""
 _STATIC_BYTES = 2048
 _FEW_CONTEXTS = 1024
 """Up to this many, blocks of a cluster take longer to meet than one of them for all."""
+_FEW_QUERIES = 4
+"""Below this many a head, most of a tile would be empty."""
 _FEW_ROWS = 256
 """Up to this many queries, one block each leaves much of the device idle."""
+
+
+def has_tensor_cores(capability: tuple[int, int]) -> bool:
+    """Whether there are those that take float32."""
+    return capability >= (8, 0)
 
 
 class Sizes(NamedTuple):
@@ -50,6 +75,8 @@ class Choice(NamedTuple):
     threads: int
     shared_bytes: int
     cluster: int = 1
+    takes_all: bool = False
+    """Whether one launch takes all rows, whatever their number."""
 
 
 def rows_kernel_spec(vector: int, dtype: str, blocks: int, resident: bool) -> KernelSpec:
@@ -65,7 +92,45 @@ def rows_kernel_spec(vector: int, dtype: str, blocks: int, resident: bool) -> Ke
 
 def choose(sizes: Sizes, rows: int, vector: int, dtype: str, precision: str, capability: tuple[int, int]) -> Choice:
     """The launch for so many of the rows; ``vector``: elements of an access."""
+    if has_tensor_cores(capability) and sizes.queries >= _FEW_QUERIES and sizes.contexts > 0:
+        choice = _choose_tiles(sizes, vector, dtype, precision, capability)
+        if choice is not None:
+            return choice
     return _choose_rows(sizes.contexts, rows, vector, dtype, capability)
+
+
+def tiles_kernel_spec(kind: int, vector: int) -> KernelSpec:
+    threads = 32 * _MOST_TILES_WARPS
+    return KernelSpec(
+        "biencoder_tiles",
+        kernel_in("biencoder_tiles", "tiles_kernel"),
+        (kind, vector),
+        (threads, TILES_RESIDENT // threads),
+    )
+
+
+def tiles_shared_bytes(kind: int, warps: int, dims: int) -> int:
+    """Of a block: the queries of each warp, and two stretches of keys and of values."""
+    chunks = -(-dims // (32 if kind == HALF else 16))
+    value_words = VALUE_DIMS // (2 if kind == HALF else 1)
+    return 4 * (warps * ROW_TILES * chunks * FRAGMENT + 2 * STRETCH * (16 * (chunks | 1) + value_words + 4))
+
+
+def _choose_tiles(sizes: Sizes, vector: int, dtype: str, precision: str, capability: tuple[int, int]) -> Choice | None:
+    kind = HALF if dtype == "f2" else ROUNDED if precision == "tf32" else EXACT
+    warp_queries = ROW_TILES * TILE_ROWS
+    warps = 1
+    while warps < _MOST_TILES_WARPS and warps * warp_queries < sizes.queries:
+        warps *= 2
+    while warps > 1 and tiles_shared_bytes(kind, warps, sizes.dims) > most_shared_bytes(capability):
+        warps //= 2
+    shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims)
+    if shared_bytes > most_shared_bytes(capability):
+        return None
+    blocks = sizes.batch * sizes.heads * -(-sizes.queries // (warp_queries * warps))
+    if blocks > MOST_BLOCKS:
+        return None
+    return Choice(tiles_kernel_spec(kind, vector), blocks, 32 * warps, shared_bytes, takes_all=True)
 
 
 def _choose_rows(contexts: int, rows: int, vector: int, dtype: str, capability: tuple[int, int]) -> Choice:

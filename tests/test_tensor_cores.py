@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from support import to_host, to_target
+from support import normal, to_host, to_target
 
 from burt_numba.backend import cuda
 from burt_numba.device import tiles
-from burt_numba.device.tensor_cores import multiply_add, split
+from burt_numba.device.tensor_cores import cut, halves_beside, multiply_add, pair_of_halves, rounded, split
 from burt_numba.device.tiles import (
     DEPTH,
     PLACE_PITCH,
@@ -49,6 +49,40 @@ def step_kernel(left, right, sums, results):
     results[group, 2 * turn + 1] = own[1]
     results[group + 8, 2 * turn] = own[2]
     results[group + 8, 2 * turn + 1] = own[3]
+
+
+@cuda.jit
+def step_of_halves_kernel(left, right, sums, results):
+    """Words hold two neighbours of the inner axis, of 16 places."""
+    a = cuda.local.array(4, np.uint32)
+    b = cuda.local.array(2, np.uint32)
+    own = cuda.local.array(4, np.float32)
+    group, turn = cuda.threadIdx.x >> 2, cuda.threadIdx.x & 3
+    for cell in range(4):
+        row, place = group + (cell & 1) * 8, 2 * turn + (cell >> 1) * 8
+        a[cell] = pair_of_halves(left[row, place], left[row, place + 1])
+        own[cell] = sums[group + (cell >> 1) * 8, 2 * turn + (cell & 1)]
+    for cell in range(2):
+        place = 2 * turn + cell * 8
+        b[cell] = pair_of_halves(right[place, group], right[place + 1, group])
+    multiply_add(a, 0, b, 0, own, 0)
+    for cell in range(4):
+        results[group + (cell >> 1) * 8, 2 * turn + (cell & 1)] = own[cell]
+
+
+@cuda.jit
+def parts_kernel(values, high, low, nearest, words):
+    thread = cuda.threadIdx.x
+    own = cuda.local.array(1, np.float32)
+    rest = cuda.local.array(1, np.float32)
+    own[0] = values[thread]
+    nearest[thread] = rounded(own[0])
+    cut(own, own, rest, 0)
+    high[thread] = own[0]
+    low[thread] = rest[0]
+    first, second = pair_of_halves(values[thread], np.float32(1.0)), pair_of_halves(np.float32(2.0), values[thread])
+    words[thread, 0] = halves_beside(first, second, 0)
+    words[thread, 1] = halves_beside(first, second, 1)
 
 
 @cuda.jit
@@ -169,3 +203,36 @@ def test_products_of_tiles(monkeypatch, has_tensor_cores, row_pitch, place_pitch
     assert (error <= (2 * _SPLIT + 2 * _ADDITION) * size).all()
     # The tiles in each other's place, or only the leading bits, would not do.
     assert not (np.abs(to_host(results).T - left.astype(np.float64) @ right.T) <= 1e-4 * size).all()
+
+
+def test_a_step_of_halves():
+    """Products of float16 numbers are exact, and added in float32."""
+    left, right, sums = normal((16, 16), seed=1), normal((16, 8), seed=2), normal((16, 8), seed=3)
+    left, right = (values.astype(np.float16).astype(np.float32) for values in (left, right))
+    results = to_target(np.full((16, 8), np.nan, np.float32))
+    step_of_halves_kernel[1, 32](to_target(left), to_target(right), to_target(sums), results)
+    expected = sums + left.astype(np.float64) @ right
+    largest = np.abs(sums) + np.abs(left).astype(np.float64) @ np.abs(right)
+    assert (np.abs(to_host(results) - expected) <= 16 * _ADDITION * largest).all()
+
+
+def test_parts_of_a_number():
+    """Cut parts are exact together, infinities and every NaN stay what is not finite, and halves keep their places."""
+    values = np.concatenate([normal((26,), seed=4), [0.0, 1 + 2**-11, np.inf, -np.inf, np.nan, np.nan]]).astype(
+        np.float32
+    )
+    values.view(np.uint32)[-1] = 0x7FFFFFFF
+    high, low, nearest = (to_target(np.zeros(32, np.float32)) for _ in range(3))
+    words = to_target(np.zeros((32, 2), np.uint32))
+    parts_kernel[1, 32](to_target(values), high, low, nearest, words)
+    high, low, nearest, words = (to_host(array) for array in (high, low, nearest, words))
+    finite = np.isfinite(values)
+    assert np.array_equal(high[finite] + low[finite], values[finite])
+    assert (high.view(np.uint32)[finite] & 0x1FFF == 0).all() and (nearest.view(np.uint32)[finite] & 0x1FFF == 0).all()
+    assert (np.abs(low)[finite] <= 2.0**-10 * np.abs(values)[finite]).all()
+    assert (np.abs(nearest[finite] - values[finite]) <= 2.0**-11 * np.abs(values[finite])).all()
+    assert nearest[27] == 1 + 2**-10  # of two as near, the one farther from 0
+    assert not np.isfinite(nearest[~finite]).any() and not np.isfinite(low[~finite]).any()
+    halves = words.view(np.float16).reshape(32, 2, 2).astype(np.float32)
+    assert np.array_equal(halves[:26, 0, 0], values[:26].astype(np.float16)) and (halves[:, 0, 1] == 2).all()
+    assert (halves[:, 1, 0] == 1).all() and np.array_equal(halves[:26, 1, 1], values[:26].astype(np.float16))

@@ -109,6 +109,14 @@ def accepted_range(bound):
 
 
 @cuda.jit(device=True)
+def accepted_limits(bound):
+    """(highest entropy that is within the bound, lowest one to accept, entropy to aim at)."""
+    # A bound of next to nothing is met within the tolerance, where there still is an entropy to search by.
+    lowest_accepted, aim = accepted_range(bound)
+    return maximum(bound, _ACCEPT * UNREACHED_TOLERANCE), lowest_accepted, aim
+
+
+@cuda.jit(device=True)
 def next_beta(step, beta, entropy, variance, low, high, bracketed, aim):
     """The next beta to try, between ``low`` (H over the bound there) and ``high``.
 
@@ -182,6 +190,47 @@ def entropy_search(evaluate):
         return beta, total, entropy, phase
 
     return search
+
+
+FEW = 16
+"""Elements of a row from which a search starts."""
+_FEW_ITERATIONS = 8
+_PROVEN_SHARE = np.float32(1 - 2**-6)
+
+
+@cuda.jit(device=True)
+def _sums_of_few(gaps, beta, phase):
+    total = _ZERO
+    first = _ZERO
+    second = _ZERO
+    for element in range(FEW):
+        t = beta * gaps[element]
+        weight = exp2(-t)
+        weighted = t * weight
+        total += weight
+        first += weighted
+        second += weighted * t
+    # At most 1 nat of the mean counts.
+    return total, minimum(first, total * LOG2_E), second
+
+
+_search_few = entropy_search(_sums_of_few)
+
+
+@cuda.jit(device=True)
+def start_from_few(gaps, bound, lowest_beta, highest_beta):
+    """(beta to begin with, highest beta that is proven too low), from the gaps of a few elements of a row.
+
+    Whatever else is in the row, its entropy is at least ``ln(total) + min(1, mean of t)`` of a part of it that has the
+    maximum (docs/biencoder_attention.md). Where that proves nothing, both are the lowest beta.
+    """
+    beta, _total, _entropy, _phase = _search_few(gaps, bound, lowest_beta, highest_beta, _FEW_ITERATIONS, 0)
+    proven = beta * _PROVEN_SHARE
+    if proven > lowest_beta:
+        total, first, _second = _sums_of_few(gaps, proven, 0)
+        if entropy_of(total, first) > bound:
+            return beta, proven
+    return lowest_beta, lowest_beta
 
 
 _COLUMNS_A_PART = 64

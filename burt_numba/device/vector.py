@@ -1,9 +1,9 @@
 """Loads and stores of up to 16 bytes between global memory and registers (local arrays with constant indices).
 
 ``load_vector(count)``, ``unpack_vectors(count, vectors)`` and ``store_vector(count)`` give device functions for vectors
-of ``count`` elements, whatever the element type: float32 and float16 (converted to and from float32) and uint8 (a
-boolean mask). ``store_words(count)`` stores what was loaded as it is. The address must be a multiple of the vector's
-bytes, or of 16 where that is less.
+of ``count`` elements, whatever the element type: float32 and float16 (converted to and from float32), uint8 (a
+boolean mask) and words of 32 bits. ``store_words(count)`` stores what was loaded as it is. The address must be a
+multiple of the vector's bytes, or of 16 where that is less.
 
 A load leaves the words as they are in memory, since a conversion would wait for them: a thread first starts all its
 loads, then unpacks. A vector takes ``count`` words of the local array, more than it needs where elements are small.
@@ -65,6 +65,19 @@ if SIMULATED:
         return store
 
     @cache
+    def rotate_elements(count: int, step: int, parts: int = 1):
+        """Elements of a local array move ``step`` places down, the first to the end: each of ``parts`` times ``count``.
+
+        A loop that looks at the first ones and rotates stays a loop, though the array lies in registers.
+        """
+
+        def rotate(array):
+            for first in range(0, parts * count, count):
+                array[first : first + count] = np.roll(read_elements(array, first, count), -step)
+
+        return rotate
+
+    @cache
     def store_words(count: int):
         def store(target, index, words, first):
             used = max(count * target.dtype.itemsize // 4, 1)
@@ -85,8 +98,9 @@ else:
         types.float32: ir.FloatType(),
         types.float16: ir.HalfType(),
         types.uint8: ir.IntType(8),
+        types.uint32: ir.IntType(32),
     }
-    _BYTES = {types.float32: 4, types.float16: 2, types.uint8: 1}
+    _BYTES = {types.float32: 4, types.float16: 2, types.uint8: 1, types.uint32: 4}
     _FILL = {types.float32: 0xFF800000, types.float16: 0xFC00FC00, types.uint8: 0}
 
     def _words(element_type, count):
@@ -241,6 +255,23 @@ else:
             return types.void(target, types.int64, registers, types.int64), codegen
 
         return store
+
+    @cache
+    def rotate_elements(count: int, step: int, parts: int = 1):
+        @intrinsic
+        def rotate(typingctx, array):
+            def codegen(context, builder, signature, args):
+                origin = context.make_array(array)(context, builder, args[0]).data
+                # Written out, as in unpack_vectors.
+                cells = [builder.gep(origin, [ir.Constant(_INDEX, place)]) for place in range(parts * count)]
+                elements = [builder.load(cell) for cell in cells]
+                for place, cell in enumerate(cells):
+                    builder.store(elements[place // count * count + (place + step) % count], cell)
+                return context.get_dummy_value()
+
+            return types.void(array), codegen
+
+        return rotate
 
     @cache
     def store_words(count: int):

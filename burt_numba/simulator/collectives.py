@@ -266,19 +266,25 @@ def match_all_sync(mask: int, value: Any) -> tuple[int, bool]:
     return group.result
 
 
-def multiply_add(operands: list[Any]) -> Any:
-    """One step of a tensor core (``device.tensor_cores``): what each lane brings, and the four sums it takes away."""
-    thread, group = _join("multiply_add", FULL_MASK, operands)
+def multiply_add(words: list[Any], sums: list[Any], halves: bool) -> Any:
+    """One step of a tensor core (``device.tensor_cores``): what each lane brings, and the four sums it takes away.
+
+    ``words``: of both factors, float32 numbers or two float16 numbers each.
+    """
+    thread, group = _join("multiply_add", FULL_MASK, (words, sums))
     if group.result is None:
-        brought = np.array([group.values[lane] for lane in range(WARP_SIZE)], np.float32).reshape(8, 4, 10)
-        values = (brought.view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32).astype(np.float64)
-        # Cells [g][t], rows 8 further, places 4 further, both.
-        left = values[..., :4].reshape(8, 4, 2, 2).transpose(3, 0, 2, 1).reshape(16, 8)
-        right = values[..., 4:6].transpose(2, 1, 0).reshape(8, 8)
-        sums = brought[..., 6:].reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+        brought = [group.values[lane] for lane in range(WARP_SIZE)]
+        factors = np.array([words for words, _ in brought], np.uint32)
+        numbers = factors.view(np.float16) if halves else (factors & np.uint32(0xFFFFE000)).view(np.float32)
+        values = numbers.astype(np.float64).reshape(8, 4, 6, -1)
+        # Cells [g][t], rows 8 further, words 4 further, both.
+        left = values[:, :, :4].reshape(8, 4, 2, 2, -1).transpose(3, 0, 2, 1, 4).reshape(16, -1)
+        right = values[:, :, 4:].transpose(2, 1, 3, 0).reshape(-1, 8)
+        added = np.array([sums for _, sums in brought], np.float32)
+        added = added.reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
         with np.errstate(all="ignore"):
-            sums = (sums + left @ right).astype(np.float32)
-        group.result = sums.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP_SIZE, 4)
+            added = (added + left @ right).astype(np.float32)
+        group.result = added.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP_SIZE, 4)
     return group.result[thread.lane]
 
 

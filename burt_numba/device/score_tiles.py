@@ -1,0 +1,304 @@
+"""Products of tiles of 16 queries with keys, and of their weights with values, on tensor cores.
+
+Vectors are seen as 32-bit words (a float32 number, or two float16 numbers), 16 of them a chunk. A lane (g = lane / 4,
+t = lane % 4) has words 4t .. 4t + 3 of query g, of query g + 8 and of one key in 8, by a single 16-byte access each.
+Those are two steps of a tensor core,
+
+    words of a chunk     0   1   2   3 | 4   5   6   7 | ...
+    lane t               0   0   0   0 | 1   1   1   1 | ...
+    step                 0   0   1   1 | 0   0   1   1 | ...
+
+which call words 4t and 4t + 1 (of the first step) t and t + 4. Queries lie in shared memory in the order in which lanes
+take them: of 16 queries and a chunk the cells of step 0 and of step 1, 4 for each lane. Keys and values lie there row
+by row, so far apart that the lanes of an access meet all banks.
+
+Of the scores of 8 keys a lane has those of keys 2t and 2t + 1, with queries g and g + 8. As weights, these are what it
+brings to the product with the values of those keys, whose words 4g .. 4g + 3 of 32 it loads: columns of the product
+stand for every fourth word.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from burt_numba.backend import cuda
+from burt_numba.biencoder_launches import EXACT, FRAGMENT, HALF, KEY_TILES, ROW_TILES, STRETCH, VALUE_DIMS
+from burt_numba.device.async_copies import start_copy
+from burt_numba.device.events import record_bad_elements
+from burt_numba.device.numeric import choose, maximum, opaque
+from burt_numba.device.tensor_cores import cut, halves_beside, multiply_add, pair_of_halves, rounded
+from burt_numba.device.vector import element_at, load_vector, rotate_elements, set_element, unpack_vectors
+from burt_numba.device.warp import FULL_MASK, shuffle_xor
+
+_ZERO = np.float32(0.0)
+_TILE_WEIGHTS = 4 * KEY_TILES
+_WORDS = 4 * KEY_TILES
+_CUT_MENDED = np.float32(1 + 0.7213 * 2**-11)
+"""What cutting a number to 11 bits takes from it in the mean (with a logarithm that is evenly spread).
+
+Tensor cores cut the keys where products are rounded; rounding them would take longer than multiplying. Queries make up
+for it.
+"""
+_load_four = load_vector(4)
+
+
+class ScoreTiles(NamedTuple):
+    """Device functions for one type and one way to access memory."""
+
+    load_elements: Any
+    """``load_elements(array, offset, stride, dim, dims, words, values)``: 16 bytes as numbers; 0 beyond the last."""
+    put_vector: Any
+    """``put_vector(values, query, dim, fragments, cell)``: 16 bytes of one of 16 queries, as tensor cores take them."""
+    stage: Any
+    """``stage(array, place, dims, pieces, lanes_shift, shared, cell, pitch, buffers)``: a block's threads start to copy
+    a stretch of keys or values to shared memory."""
+    add_products: Any
+    """``add_products(shared, cells, dims, mends, buffers, sums)``: sets the sums to products of queries and keys."""
+    add_values: Any
+    """``add_values(shared, cell, place, weights, mends, errors, buffers, sums)``: adds weighted values."""
+
+
+@cache
+def score_tiles(kind: int, vector: int) -> ScoreTiles:
+    """For EXACT, ROUNDED or HALF products, and accesses of ``vector`` elements (1: any strides)."""
+    half, exact = kind == HALF, kind == EXACT
+    width = 8 if half else 4
+    halves = 2 if half else 1
+    """Elements of a word."""
+    chunk = 4 * width
+    step_weights = 4 * halves
+    value_words = VALUE_DIMS // halves
+    value_pitch = value_words + 4
+    infinity = np.uint32(0x7C00 if half else 0x7F800000)
+    number = np.uint32(0x7FFF if half else 0x7FFFFFFF)
+    rotate_words = rotate_elements(_WORDS, 4)
+    rotate_weights = rotate_elements(_TILE_WEIGHTS, step_weights, ROW_TILES)
+    load, unpack_one = load_vector(width), unpack_vectors(width, 1)
+    unpack_left, unpack_right = unpack_vectors(4, 2), unpack_vectors(4, KEY_TILES)
+
+    if vector > 1:
+
+        @cuda.jit(device=True)
+        def load_elements(array, offset, stride, dim, dims, words, values):
+            if dim < dims:
+                load(array, offset + dim, words, 0)
+                unpack_one(array, words, values)
+            else:
+                for element in range(width):
+                    values[element] = _ZERO
+
+        @cuda.jit(device=True)
+        def stage_piece(array, offset, stride, dim, dims, shared, at, buffers):
+            if dim < dims:
+                start_copy(shared, at, array, offset + dim)
+            else:
+                for cell in range(4):
+                    set_element(shared, at + cell, 0)
+
+    else:
+
+        @cuda.jit(device=True)
+        def load_elements(array, offset, stride, dim, dims, words, values):
+            for element in range(width):
+                value = _ZERO
+                if dim + element < dims:
+                    value = np.float32(element_at(array, offset + (dim + element) * stride))
+                values[element] = value
+
+        @cuda.jit(device=True)
+        def stage_piece(array, offset, stride, dim, dims, shared, at, buffers):
+            words, values = buffers
+            load_elements(array, offset, stride, dim, dims, words, values)
+            for cell in range(4):
+                if half:
+                    set_element(shared, at + cell, pair_of_halves(values[2 * cell], values[2 * cell + 1]))
+                else:
+                    set_element(shared, at + cell, values[cell])
+
+    @cuda.jit(device=True)
+    def stage(array, place, dims, pieces, lanes_shift, shared, cell, pitch, buffers):
+        start, stride, dim_stride, first_key, last_key, first_dim = place
+        thread = np.int32(cuda.threadIdx.x)
+        key = np.int32(thread >> lanes_shift)
+        first_piece = np.int32(thread & ((1 << lanes_shift) - 1))
+        step = np.int32(cuda.blockDim.x >> lanes_shift)
+        while key < STRETCH:
+            # Beyond the last key, that one again.
+            offset = start + np.int64(min(np.int32(first_key + key), last_key)) * stride
+            piece = first_piece
+            while piece < pieces:
+                dim = np.int64(first_dim + piece * width)
+                at = np.int64(cell + key * pitch + piece * 4)
+                stage_piece(array, offset, dim_stride, dim, np.int64(dims), shared, at, buffers)
+                piece = opaque(np.int32(piece + (1 << lanes_shift)))
+            key = opaque(np.int32(key + step))
+
+    @cuda.jit(device=True)
+    def put_vector(values, query, dim, fragments, cell):
+        word = np.int32(dim // halves)
+        cell = np.int32(cell + (word >> 4) * FRAGMENT + ((query & 7) * 4 + ((word >> 2) & 3)) * 4 + (query >> 3))
+        for place in range(4):
+            at = np.int64(cell + (place >> 1) * (FRAGMENT // 2) + (place & 1) * 2)
+            if half:
+                set_element(fragments, at, pair_of_halves(values[2 * place], values[2 * place + 1]))
+            else:
+                set_element(fragments, at, values[place] if exact else rounded(values[place] * _CUT_MENDED))
+
+    @cuda.jit(device=True)
+    def make_finite(words):
+        for place in range(_WORDS):
+            word = words[place]
+            for part in range(halves):
+                if (word >> np.uint32(16 * part)) & infinity == infinity:
+                    word = np.uint32(word & ~(number << np.uint32(16 * part)))
+            words[place] = word
+
+    @cuda.jit(device=True)
+    def add_products(shared, cells, dims, mends, buffers, sums):
+        queries, tile_cells, keys, pitch = cells
+        words, values, low, left_words, left, left_low, step_sums = buffers
+        for product in range(ROW_TILES * _TILE_WEIGHTS):
+            sums[product] = _ZERO
+        query_cell = np.int32(queries + cuda.laneid * 4)
+        key_cell = np.int32(keys + (cuda.laneid >> 2) * pitch + (cuda.laneid & 3) * 4)
+        dim = np.int32(0)
+        while dim < dims:
+            for tile in range(KEY_TILES):
+                _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
+            if mends:
+                make_finite(words)
+            if not half:
+                unpack_right(shared, words, values)
+                if exact:
+                    for place in range(_WORDS):
+                        cut(values, values, low, place)
+            for row_tile in range(ROW_TILES):
+                for step in range(2):
+                    at = np.int64(query_cell + row_tile * tile_cells + step * (FRAGMENT // 2))
+                    _load_four(shared, at, left_words, step * 4)
+                if not half:
+                    unpack_left(shared, left_words, left)
+                    if exact:
+                        for place in range(8):
+                            cut(left, left, left_low, place)
+                for tile in range(KEY_TILES):
+                    product = (row_tile * KEY_TILES + tile) * 4
+                    if exact:
+                        # A tensor core cuts what float32 would round: over many steps that would add up.
+                        for place in range(4):
+                            step_sums[place] = _ZERO
+                        for step in range(2):
+                            right = tile * 4 + step * 2
+                            multiply_add(left_low, step * 4, values, right, step_sums, 0)
+                            multiply_add(left, step * 4, low, right, step_sums, 0)
+                        for step in range(2):
+                            multiply_add(left, step * 4, values, tile * 4 + step * 2, step_sums, 0)
+                        for place in range(4):
+                            sums[product + place] += step_sums[place]
+                    else:
+                        for step in range(2):
+                            if half:
+                                multiply_add(left_words, step * 4, words, tile * 4 + step * 2, sums, product)
+                            else:
+                                multiply_add(left, step * 4, values, tile * 4 + step * 2, sums, product)
+            query_cell = np.int32(query_cell + FRAGMENT)
+            key_cell = np.int32(key_cell + 16)
+            # Unrolled, the loop would keep more in flight than there are registers for.
+            dim = opaque(np.int32(dim + chunk))
+
+    @cuda.jit(device=True)
+    def report_values(words, place, first_key, weights, errors):
+        """The warp reports what is not finite in the values that it has loaded, of keys with weight for a query."""
+        value_index, last_key, first_dim, dims = place
+        turn = np.int32(cuda.laneid & 3)
+        nans = np.int32(0)
+        infinities = np.int32(0)
+        first_nan = np.int64(0)
+        first_infinity = np.int64(0)
+        each = np.int32(0)
+        while each < 4:
+            tile, odd, column = (each >> 1, each & 1, 0) if half else (0, each >> 1, (each & 1) * 32)
+            heaviest = _ZERO
+            for tile_of_weights in range(ROW_TILES * halves):
+                first = tile_of_weights // halves * _TILE_WEIGHTS + tile_of_weights % halves * 4
+                below = choose(odd != 0, weights[first + 1], weights[first])
+                above = choose(odd != 0, weights[first + 3], weights[first + 2])
+                is_own = tile_of_weights % halves == tile
+                heaviest = maximum(heaviest, choose(is_own, maximum(below, above), _ZERO))
+            for step in (4, 8, 16):
+                heaviest = maximum(heaviest, shuffle_xor(heaviest, step, FULL_MASK))
+            key = np.int32(first_key + 8 * tile + 2 * turn + odd)
+            dim = np.int32(first_dim + column + (cuda.laneid >> 2) * width)
+            for element in range(width):
+                bits = (words[element // halves] >> np.uint32(16 * (element % halves))) & number
+                if bits >= infinity and heaviest > _ZERO and key <= last_key and dim + element < dims:
+                    index = value_index + np.int64(key) * dims + dim + element
+                    if bits == infinity:
+                        first_infinity = index if infinities == 0 else min(first_infinity, index)
+                        infinities += np.int32(1)
+                    else:
+                        first_nan = index if nans == 0 else min(first_nan, index)
+                        nans += np.int32(1)
+            rotate_words(words)
+            each = opaque(np.int32(each + 1))
+        record_bad_elements(errors, nans, infinities, first_nan, first_infinity, 32, FULL_MASK)
+
+    @cuda.jit(device=True)
+    def add_values(shared, cell, place, weights, mends, errors, buffers, sums):
+        value_index, first_key, last_key, first_dim, dims = place
+        words, values, left_words, left, left_low, step_sums, right, right_words, right_low = buffers
+        lane_cell = np.int32(cell + (cuda.laneid & 3) * 2 * value_pitch + (cuda.laneid >> 2) * 4)
+        step = np.int32(0)
+        while step < 4 * KEY_TILES // step_weights:
+            for each in range(4):
+                row, column = (8 * (each >> 1) + (each & 1), 0) if half else (each >> 1, (each & 1) * 32)
+                _load_four(shared, np.int64(lane_cell + row * value_pitch + column), words, each * 4)
+            if mends:
+                step_key = np.int32(first_key + step * 2 * step_weights)
+                report_values(words, (value_index, last_key, first_dim, dims), step_key, weights, errors)
+                make_finite(words)
+            if not half:
+                unpack_right(shared, words, values)
+            for row_tile in range(ROW_TILES):
+                for cell_of_tile in range(4):
+                    at = row_tile * 4 + cell_of_tile
+                    if half:
+                        first = row_tile * _TILE_WEIGHTS + cell_of_tile * 2
+                        left_words[at] = pair_of_halves(weights[first], weights[first + 1])
+                    else:
+                        weight = weights[row_tile * _TILE_WEIGHTS + (cell_of_tile & 1) * 2 + (cell_of_tile >> 1)]
+                        left[at] = weight if exact else rounded(weight)
+                        if exact:
+                            cut(left, left, left_low, at)
+            for column in range(8):
+                for pair in range(2):
+                    if half:
+                        first = 8 * pair + (column >> 1)
+                        right_words[pair] = halves_beside(words[first], words[first + 4], column & 1)
+                    else:
+                        value = values[(pair * 2 + (column >> 2)) * 4 + (column & 3)]
+                        right[pair] = value if exact else rounded(value)
+                        if exact:
+                            cut(right, right, right_low, pair)
+                for row_tile in range(ROW_TILES):
+                    first = (row_tile * 8 + column) * 4
+                    if half:
+                        multiply_add(left_words, row_tile * 4, right_words, 0, sums, first)
+                    elif exact:
+                        for place_of_sum in range(4):
+                            step_sums[place_of_sum] = _ZERO
+                        multiply_add(left_low, row_tile * 4, right, 0, step_sums, 0)
+                        multiply_add(left, row_tile * 4, right_low, 0, step_sums, 0)
+                        multiply_add(left, row_tile * 4, right, 0, step_sums, 0)
+                        for place_of_sum in range(4):
+                            sums[first + place_of_sum] += step_sums[place_of_sum]
+                    else:
+                        multiply_add(left, row_tile * 4, right, 0, sums, first)
+            rotate_weights(weights)
+            lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
+            step = opaque(np.int32(step + 1))
+
+    return ScoreTiles(load_elements, put_vector, stage, add_products, add_values)
