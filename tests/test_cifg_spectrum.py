@@ -138,7 +138,7 @@ def test_any_unit(exponent, projection):
 def test_a_write_of_nothing_by_a_vector_near_the_largest_number(d, sigma, carries):
     """Products with such an h are beyond float32; the gate keeps all of the memory, so that nothing is written."""
     C = with_spectrum(np.linspace(sigma, 0.1, d))
-    inputs = kept(C, np.full(d, 3e38))._replace(b_f=np.full(d, 200, np.float32))
+    inputs = kept(C, np.full(d, 3e38))._replace(b_f=np.full(d, 1000, np.float32))
     vector = np.zeros(d) if carries else None
     outcome = run_cifg(inputs, power_vector=vector, power_iterations=100, validate_output=True)
     assert outcome.counts == {} and sigma_of(outcome.memory) <= 0.95 * (1 + 1e-3)
