@@ -32,11 +32,11 @@ from burt_numba.device.entropy import (
 )
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, choose, exp2, maximum, minimum, opaque
+from burt_numba.device.query_tiles import query_tiles
 from burt_numba.device.row_bounds import report_row, row_bound
-from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.score_tiles import score_tiles
 from burt_numba.device.vector import rotate_elements, store_vector
-from burt_numba.device.warp import FULL_MASK, any_lane, shuffle, sync_warp, warp_sum3
+from burt_numba.device.warp import FULL_MASK, any_lane, shuffle, warp_sum3
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -105,111 +105,11 @@ def tiles_kernel(kind: int, vector: int):
     tile_columns = VALUE_DIMS // (8 * width)
     value_sums = ROW_TILES * tile_sums
     tiles = score_tiles(kind, vector)
-    load_elements, put_vector, stage, add_products, add_values = tiles
+    stage, add_values = tiles.stage, tiles.add_values
+    put_queries, first_scores, scores_again = query_tiles(kind, vector)
     store = store_vector(width)
-    rotate_products, rotate_results = rotate_elements(_PRODUCTS, 4), rotate_elements(value_sums, 8)
+    rotate_results = rotate_elements(value_sums, 8)
     take_tops = _take_tops(_SLOTS - 1)
-
-    @cuda.jit(device=True)
-    def put_queries(query, place, valid, dims, shared, first_cell, tile_cells, sign, buffers, flat, errors):
-        """A warp's queries as tensor cores take them, made finite and reported where they are not; zero beyond."""
-        start, stride, dim_stride = place
-        words, values = buffers
-        bad = False
-        padded = np.int32((dims + chunk - 1) // chunk * chunk)
-        lanes_a_query = np.int32(4)
-        while lanes_a_query < 32 and lanes_a_query * width < padded:
-            lanes_a_query = np.int32(lanes_a_query << 1)
-        lane = np.int32(cuda.laneid)
-        row = np.int32(lane // lanes_a_query)
-        while row < _WARP_QUERIES:
-            dim = np.int32((lane & (lanes_a_query - 1)) * width)
-            while dim < padded:
-                last = dims if row < valid else np.int32(0)
-                load_elements(query, start + row * stride, dim_stride, np.int64(dim), last, words, values)
-                for element in range(width):
-                    bad |= not_finite(values[element])
-                    values[element] = finite_or_zero(values[element]) * sign
-                put_vector(values, row & 15, dim, shared, np.int32(first_cell + (row >> 4) * tile_cells))
-                dim = opaque(np.int32(dim + 32 * width))
-            row = opaque(np.int32(row + 32 // lanes_a_query))
-        if any_lane(bad, FULL_MASK):
-            row = np.int32(0)
-            while row < valid:
-                own = np.int64(row)
-                report_not_finite(
-                    query,
-                    start + own * stride,
-                    dim_stride,
-                    np.int64(lane),
-                    1,
-                    np.int64(dims),
-                    np.int64(32),
-                    flat + own * dims,
-                    errors,
-                    32,
-                    FULL_MASK,
-                )
-                row = np.int32(row + 1)
-        sync_warp()  # the queries are in place
-
-    @cuda.jit(device=True)
-    def report_scores(sums, place, first_key, length, product_limit, keys, errors):
-        """Scores that finite numbers overflow to count as 0; they and bad elements of the keys are reported."""
-        key_place, contexts, score_place, valid, dims, reports_keys = place
-        key_start, key_stride, key_dim_stride, key_index = key_place
-        group, turn = np.int32(cuda.laneid >> 2), np.int32(cuda.laneid & 3)
-        nans = np.int32(0)
-        infinities = np.int32(0)
-        first_nan = np.int64(0)
-        first_infinity = np.int64(0)
-        tile = np.int32(0)
-        while tile < ROW_TILES * KEY_TILES:
-            for each in range(4):
-                value = sums[each]
-                row = np.int32(tile // KEY_TILES * TILE_ROWS + (each >> 1) * 8 + group)
-                key = np.int32(first_key + (tile & (KEY_TILES - 1)) * 8 + turn * 2 + (each & 1))
-                if not (abs(value) <= product_limit) and key < length and row < valid:
-                    index = score_place + np.int64(row) * contexts + key
-                    if value == value:
-                        first_infinity = index if infinities == 0 else min(first_infinity, index)
-                        infinities += np.int32(1)
-                    else:
-                        first_nan = index if nans == 0 else min(first_nan, index)
-                        nans += np.int32(1)
-            rotate_products(sums)
-            tile = opaque(np.int32(tile + 1))
-        record_bad_elements(errors, nans, infinities, first_nan, first_infinity, 32, FULL_MASK)
-        if reports_keys:
-            own = np.int64(first_key + cuda.laneid)
-            report_not_finite(
-                keys,
-                key_start + own * key_stride,
-                key_dim_stride,
-                np.int64(0),
-                1,
-                np.int64(dims if own < length else 0),
-                np.int64(1),
-                key_index + own * dims,
-                errors,
-                32,
-                FULL_MASK,
-            )
-
-    @cuda.jit(device=True)
-    def zero_overflows(sums, product_limit):
-        for product in range(_PRODUCTS):
-            if not (abs(sums[product]) <= product_limit):
-                sums[product] = _ZERO
-
-    @cuda.jit(device=True)
-    def leave_out_absent(sums, first_key, length):
-        """-inf for what stands beyond the last key."""
-        if first_key + STRETCH > length:
-            for product in range(_PRODUCTS):
-                key = first_key + (product % _TILE_PRODUCTS) // 4 * 8 + (cuda.laneid & 3) * 2 + (product & 1)
-                if key >= length:
-                    sums[product] = NEGATIVE_INFINITY
 
     @cuda.jit(device=True)
     def stage_keys(keys, place, first_key, length, dims, shared, layout, buffer, staging):
@@ -227,31 +127,6 @@ def tiles_kernel(kind: int, vector: int):
         cell = np.int32(cell + buffer * STRETCH * value_pitch)
         if first_key < length:
             stage(values, stretch_place, dims, value_pieces, value_shift, shared, cell, np.int32(value_pitch), staging)
-
-    @cuda.jit(device=True)
-    def first_scores(shared, cells, first_key, length, product_limit, dims, buffers, sums, keys, report, errors):
-        """A stretch's products, and whether some were not finite; bad elements count as 0 then, and are reported."""
-        flawed = False
-        adding = True
-        while adding:
-            add_products(shared, cells, dims, flawed, buffers, sums)
-            bad = False
-            for product in range(_PRODUCTS):
-                bad |= not (abs(sums[product]) <= product_limit)
-            adding = any_lane(bad, FULL_MASK) and not flawed
-            if flawed:
-                report_scores(sums, report, first_key, length, product_limit, keys, errors)
-                zero_overflows(sums, product_limit)
-            flawed |= adding
-        leave_out_absent(sums, first_key, length)
-        return flawed
-
-    @cuda.jit(device=True)
-    def scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums):
-        add_products(shared, cells, dims, flawed, buffers, sums)
-        if flawed:
-            zero_overflows(sums, product_limit)
-        leave_out_absent(sums, first_key, length)
 
     @cuda.jit(device=True)
     def report_results(results, place, dims, rows_left, dims_left, errors):

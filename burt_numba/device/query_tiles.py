@@ -1,0 +1,173 @@
+"""The queries of a warp, and their scores with a stretch of keys: what is not finite counts as 0 and is reported."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from burt_numba.backend import cuda
+from burt_numba.biencoder_launches import HALF, KEY_TILES, ROW_TILES, STRETCH, TILE_ROWS
+from burt_numba.device.events import record_bad_elements
+from burt_numba.device.numeric import NEGATIVE_INFINITY, opaque
+from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
+from burt_numba.device.score_tiles import score_tiles
+from burt_numba.device.vector import rotate_elements
+from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp
+
+_ZERO = np.float32(0.0)
+_TILE_PRODUCTS = 4 * KEY_TILES
+_PRODUCTS = ROW_TILES * _TILE_PRODUCTS
+_WARP_QUERIES = ROW_TILES * TILE_ROWS
+_rotate_products = rotate_elements(_PRODUCTS, 4)
+
+
+class QueryTiles(NamedTuple):
+    """Device functions for one type and one way to access memory."""
+
+    put_queries: Any
+    """``put_queries(query, place, valid, dims, shared, first_cell, tile_cells, sign, buffers, flat, errors)``"""
+    first_scores: Any
+    """``first_scores(shared, cells, first_key, length, product_limit, dims, buffers, sums, keys, report, errors)``"""
+    scores_again: Any
+    """``scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums)``"""
+
+
+@cuda.jit(device=True)
+def _report_scores(sums, place, first_key, length, product_limit, keys, errors):
+    """Scores that finite numbers overflow to count as 0; they and bad elements of the keys are reported."""
+    key_place, contexts, score_place, valid, dims, reports_keys = place
+    key_start, key_stride, key_dim_stride, key_index = key_place
+    group, turn = np.int32(cuda.laneid >> 2), np.int32(cuda.laneid & 3)
+    nans = np.int32(0)
+    infinities = np.int32(0)
+    first_nan = np.int64(0)
+    first_infinity = np.int64(0)
+    tile = np.int32(0)
+    while tile < ROW_TILES * KEY_TILES:
+        for each in range(4):
+            value = sums[each]
+            row = np.int32(tile // KEY_TILES * TILE_ROWS + (each >> 1) * 8 + group)
+            key = np.int32(first_key + (tile & (KEY_TILES - 1)) * 8 + turn * 2 + (each & 1))
+            if not (abs(value) <= product_limit) and key < length and row < valid:
+                index = score_place + np.int64(row) * contexts + key
+                if value == value:
+                    first_infinity = index if infinities == 0 else min(first_infinity, index)
+                    infinities += np.int32(1)
+                else:
+                    first_nan = index if nans == 0 else min(first_nan, index)
+                    nans += np.int32(1)
+        _rotate_products(sums)
+        tile = opaque(np.int32(tile + 1))
+    record_bad_elements(errors, nans, infinities, first_nan, first_infinity, 32, FULL_MASK)
+    if reports_keys:
+        own = np.int64(first_key + cuda.laneid)
+        report_not_finite(
+            keys,
+            key_start + own * key_stride,
+            key_dim_stride,
+            np.int64(0),
+            1,
+            np.int64(dims if own < length else 0),
+            np.int64(1),
+            key_index + own * dims,
+            errors,
+            32,
+            FULL_MASK,
+        )
+
+
+@cuda.jit(device=True)
+def _zero_overflows(sums, product_limit):
+    for product in range(_PRODUCTS):
+        if not (abs(sums[product]) <= product_limit):
+            sums[product] = _ZERO
+
+
+@cuda.jit(device=True)
+def _leave_out_absent(sums, first_key, length):
+    """-inf for what stands beyond the last key."""
+    if first_key + STRETCH > length:
+        for product in range(_PRODUCTS):
+            key = first_key + (product % _TILE_PRODUCTS) // 4 * 8 + (cuda.laneid & 3) * 2 + (product & 1)
+            if key >= length:
+                sums[product] = NEGATIVE_INFINITY
+
+
+@cache
+def query_tiles(kind: int, vector: int) -> QueryTiles:
+    """For EXACT, ROUNDED or HALF products, and accesses of ``vector`` elements (1: any strides)."""
+    width = 8 if kind == HALF else 4
+    chunk = 4 * width
+    load_elements, put_vector, _stage, add_products, _add_values = score_tiles(kind, vector)
+
+    @cuda.jit(device=True)
+    def put_queries(query, place, valid, dims, shared, first_cell, tile_cells, sign, buffers, flat, errors):
+        """A warp's queries as tensor cores take them, made finite and reported where they are not; zero beyond."""
+        start, stride, dim_stride = place
+        words, values = buffers
+        bad = False
+        padded = np.int32((dims + chunk - 1) // chunk * chunk)
+        lanes_a_query = np.int32(4)
+        while lanes_a_query < 32 and lanes_a_query * width < padded:
+            lanes_a_query = np.int32(lanes_a_query << 1)
+        lane = np.int32(cuda.laneid)
+        row = np.int32(lane // lanes_a_query)
+        while row < _WARP_QUERIES:
+            dim = np.int32((lane & (lanes_a_query - 1)) * width)
+            while dim < padded:
+                last = dims if row < valid else np.int32(0)
+                load_elements(query, start + row * stride, dim_stride, np.int64(dim), last, words, values)
+                for element in range(width):
+                    bad |= not_finite(values[element])
+                    values[element] = finite_or_zero(values[element]) * sign
+                put_vector(values, row & 15, dim, shared, np.int32(first_cell + (row >> 4) * tile_cells))
+                dim = opaque(np.int32(dim + 32 * width))
+            row = opaque(np.int32(row + 32 // lanes_a_query))
+        if any_lane(bad, FULL_MASK):
+            row = np.int32(0)
+            while row < valid:
+                own = np.int64(row)
+                report_not_finite(
+                    query,
+                    start + own * stride,
+                    dim_stride,
+                    np.int64(lane),
+                    1,
+                    np.int64(dims),
+                    np.int64(32),
+                    flat + own * dims,
+                    errors,
+                    32,
+                    FULL_MASK,
+                )
+                row = np.int32(row + 1)
+        sync_warp()  # the queries are in place
+
+    @cuda.jit(device=True)
+    def first_scores(shared, cells, first_key, length, product_limit, dims, buffers, sums, keys, report, errors):
+        """A stretch's products, and whether some were not finite; bad elements count as 0 then, and are reported."""
+        flawed = False
+        adding = True
+        while adding:
+            add_products(shared, cells, dims, flawed, buffers, sums)
+            bad = False
+            for product in range(_PRODUCTS):
+                bad |= not (abs(sums[product]) <= product_limit)
+            adding = any_lane(bad, FULL_MASK) and not flawed
+            if flawed:
+                _report_scores(sums, report, first_key, length, product_limit, keys, errors)
+                _zero_overflows(sums, product_limit)
+            flawed |= adding
+        _leave_out_absent(sums, first_key, length)
+        return flawed
+
+    @cuda.jit(device=True)
+    def scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums):
+        add_products(shared, cells, dims, flawed, buffers, sums)
+        if flawed:
+            _zero_overflows(sums, product_limit)
+        _leave_out_absent(sums, first_key, length)
+
+    return QueryTiles(put_queries, first_scores, scores_again)
