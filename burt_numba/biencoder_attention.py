@@ -18,8 +18,10 @@ import numpy as np
 from burt_numba.biencoder_launches import (
     EXACT,
     HALF,
+    LARGEST_TILES_SCALE,
     MOST_DIMS,
     ROUNDED,
+    ROWS_ONLY,
     Choice,
     DocumentedTiles,
     Sizes,
@@ -172,6 +174,8 @@ def biencoder_attention(
         numbers = _check_numbers(scale, entropy_bound, temperature_min, temperature_max, max_iterations)
     if precision not in _PRECISIONS:
         raise BurtDimensionError(f"{_NAME}: precision: expected {' or '.join(_PRECISIONS)}, got {precision!r:.60}")
+    if abs(numbers[0]) > LARGEST_TILES_SCALE:
+        precision = ROWS_ONLY
     operands = (
         query, context_keys, context_values, bounds, context_lengths, temperature_out, entropy_out, lse_out, out,
     )  # fmt: skip

@@ -41,6 +41,10 @@ TILES_RESIDENT = 256
 _STATIC_BYTES = 2048
 _FEW_CONTEXTS = 1024
 """Up to this many, blocks of a cluster take longer to meet than one of them for all."""
+LARGEST_TILES_SCALE = 2.0**60
+"""Of scores: times 1 / T and 2 / ln 2 it is a float32 number at every temperature that resolves scores."""
+ROWS_ONLY = "rows"
+"""The precision of a call whose scale is larger."""
 _FEW_QUERIES = 4
 """Below this many a head, most of a tile would be empty."""
 _FEW_ROWS = 256
@@ -92,7 +96,8 @@ def rows_kernel_spec(vector: int, dtype: str, blocks: int, resident: bool) -> Ke
 
 def choose(sizes: Sizes, rows: int, vector: int, dtype: str, precision: str, capability: tuple[int, int]) -> Choice:
     """The launch for so many of the rows; ``vector``: elements of an access."""
-    if has_tensor_cores(capability) and sizes.queries >= _FEW_QUERIES and sizes.contexts > 0:
+    fits_tiles = sizes.queries >= _FEW_QUERIES and sizes.contexts > 0 and precision != ROWS_ONLY
+    if has_tensor_cores(capability) and fits_tiles:
         choice = _choose_tiles(sizes, vector, dtype, precision, capability)
         if choice is not None:
             return choice

@@ -721,3 +721,51 @@ def test_wrong_side_outputs_fail(part, queries):
     }
     with pytest.raises(AssertionError):
         assert_attended(outcome._replace(**{part: wrong[part]}), inputs)
+
+
+# Ranges --------------------------------------------------------------------------------------------------------------
+
+
+def single_inputs(queries, keys, values, count, dtype=np.float32):
+    """One head: ``count`` times the same query over keys and values of as many elements as it has."""
+    query = np.tile(np.array(queries, dtype), (1, 1, count, 1))
+    return Inputs(query, np.array(keys, dtype)[None, None], np.array(values, dtype)[None, None])
+
+
+@each_kernel
+def test_many_small_weights_of_float16_add_up(queries):
+    """Each is below the smallest normal float16 number, beside a weight of 1: they were rounded away."""
+    keys, values = np.zeros((2000, 1)), np.ones((2000, 1))
+    keys[0], values[0] = 1, 0
+    inputs = single_inputs([16.25], keys, values, queries, np.float16)
+    outcome = run_biencoder(inputs, 1.0, None)
+    expected = 1999 * np.exp(-16.25) / (1 + 1999 * np.exp(-16.25))
+    assert outcome.out.astype(np.float64) == pytest.approx(np.full((1, 1, queries, 1), expected), rel=2e-3)
+
+
+@each_kernel
+@pytest.mark.parametrize(("scale", "weight"), [(0.0, 0.5), (1e-38, 1 / (1 + np.exp(4.5)))])
+def test_scores_further_apart_than_float32_reaches(queries, scale, weight):
+    """Before the scale, one is -2.25e38 and the other 2.25e38."""
+    inputs = single_inputs([1.5e19], [[1.5e19], [-1.5e19]], [[1], [2]], queries)
+    outcome = run_biencoder(inputs, scale, None)
+    assert outcome.counts == {}
+    assert outcome.out == pytest.approx(np.full((1, 1, queries, 1), 1 + weight), rel=1e-5)
+
+
+@each_kernel
+@pytest.mark.parametrize("bound", [None, 0.1])
+def test_scales_near_the_largest_number(queries, bound):
+    inputs = single_inputs([1e-19], [[1e-19], [2e-19]], [[1], [2]], queries)
+    check_biencoder(inputs, 3.4e38, bound)
+
+
+@each_kernel
+def test_numbers_near_the_largest_keep_their_place_in_tf32(queries):
+    """Rounded up, they would be infinite."""
+    inputs = single_inputs([0.0], [[1], [2]], [[3.4028e38], [3.4028e38]], queries)
+    outcome = run_biencoder(inputs, 1.0, None, precision="tf32")
+    assert outcome.counts == {} and outcome.out == pytest.approx(np.full((1, 1, queries, 1), 3.4028e38), rel=1e-3)
+    inputs = single_inputs([3.4027e38, 1], [[0, 1], [0, 2]], [[1, 1], [2, 2]], queries)
+    outcome = run_biencoder(inputs, 1.0, None, precision="tf32")
+    assert outcome.counts == {} and outcome.out == pytest.approx(np.full((1, 1, queries, 2), 1.731059), rel=2e-3)

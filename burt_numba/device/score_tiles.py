@@ -28,7 +28,7 @@ from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import EXACT, FRAGMENT, HALF, KEY_TILES, ROW_TILES, STRETCH, VALUE_DIMS
 from burt_numba.device.async_copies import start_copy
 from burt_numba.device.events import record_bad_elements
-from burt_numba.device.numeric import choose, maximum, opaque
+from burt_numba.device.numeric import choose, maximum, minimum, opaque
 from burt_numba.device.tensor_cores import cut, halves_beside, multiply_add, pair_of_halves, rounded
 from burt_numba.device.vector import element_at, load_vector, rotate_elements, set_element, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, shuffle_xor
@@ -40,9 +40,16 @@ _CUT_MENDED = np.float32(1 + 0.7213 * 2**-11)
 """What cutting a number to 11 bits takes from it in the mean (with a logarithm that is evenly spread).
 
 Tensor cores cut the keys where products are rounded; rounding them would take longer than multiplying. Queries make up
-for it.
+for it. Values are cut too, so that numbers of few bits stay what they are.
 """
+_LARGEST_ROUNDED = np.float32(3.4011621e38)
+"""Of 11 bits. Numbers above count as this one."""
 _load_four = load_vector(4)
+
+
+@cuda.jit(device=True)
+def _rounded_query(value):
+    return rounded(minimum(maximum(value * _CUT_MENDED, -_LARGEST_ROUNDED), _LARGEST_ROUNDED))
 
 
 class ScoreTiles(NamedTuple):
@@ -145,7 +152,7 @@ def score_tiles(kind: int, vector: int) -> ScoreTiles:
             if half:
                 set_element(fragments, at, pair_of_halves(values[2 * place], values[2 * place + 1]))
             else:
-                set_element(fragments, at, values[place] if exact else rounded(values[place] * _CUT_MENDED))
+                set_element(fragments, at, values[place] if exact else _rounded_query(values[place]))
 
     @cuda.jit(device=True)
     def make_finite(words):
@@ -280,7 +287,7 @@ def score_tiles(kind: int, vector: int) -> ScoreTiles:
                         right_words[pair] = halves_beside(words[first], words[first + 4], column & 1)
                     else:
                         value = values[(pair * 2 + (column >> 2)) * 4 + (column & 3)]
-                        right[pair] = value if exact else rounded(value)
+                        right[pair] = value
                         if exact:
                             cut(right, right, right_low, pair)
                 for row_tile in range(ROW_TILES):

@@ -40,6 +40,7 @@ from burt_numba.device.warp import FULL_MASK, any_lane, shuffle, warp_sum3
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
+_HALF_OF = np.float32(0.5)
 _SLOTS = 2 * ROW_TILES
 """Queries of which a lane has scores; as many lanes share each."""
 _WARP_QUERIES = ROW_TILES * TILE_ROWS
@@ -97,6 +98,8 @@ def tiles_kernel(kind: int, vector: int):
     width = 8 if half else 4
     chunk = 4 * width
     limit = HALF_MAX if half else FLOAT32_MAX
+    # In float16 a weight is lifted, relative to the greatest: below 2**-14 numbers of that type have fewer digits.
+    lift = np.float32(15.0 if half else 0.0)
     value_pieces = VALUE_DIMS // width
     value_pitch = 4 * value_pieces + 4
     value_shift = value_pieces.bit_length() - 1
@@ -222,7 +225,7 @@ def tiles_kernel(kind: int, vector: int):
         lse_out,
         errors,
     ):
-        shared = cuda.shared.array(0, fragment_type)
+        shared = cuda.shared.array(0, fragment_type, 16)
         piece_words = cuda.local.array(width, np.uint32)
         piece_numbers = cuda.local.array(width, np.float32)
         words = cuda.local.array(_TILE_PRODUCTS, np.uint32)
@@ -235,7 +238,7 @@ def tiles_kernel(kind: int, vector: int):
         products = cuda.local.array(_PRODUCTS, np.float32)
         tops = cuda.local.array(_TOPS, np.float32)
         few = cuda.local.array(FEW, np.float32)
-        row_maxima = cuda.local.array(_SLOTS, np.float32)
+        half_maxima = cuda.local.array(_SLOTS, np.float32)
         factors = cuda.local.array(_SLOTS, np.float32)
         part_totals = cuda.local.array(_SLOTS, np.float32)
         part_firsts = cuda.local.array(_SLOTS, np.float32)
@@ -254,7 +257,7 @@ def tiles_kernel(kind: int, vector: int):
         warp = np.int32(cuda.threadIdx.x >> 5)
         turn = np.int32(lane & 3)
 
-        block_queries = np.int32(cuda.blockDim.x)
+        block_queries = np.int32((cuda.blockDim.x >> 5) * _WARP_QUERIES)
         blocks = np.int32((queries + block_queries - 1) // block_queries)
         sample_head = np.int32(cuda.blockIdx.x // blocks)
         first_query = np.int32((cuda.blockIdx.x - sample_head * blocks) * block_queries + warp * _WARP_QUERIES)
@@ -345,11 +348,12 @@ def tiles_kernel(kind: int, vector: int):
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)
         gap_limit = GAP_RANGE / lowest_beta
-        bits = minimum(magnitude * LOG2_E, FLOAT32_MAX)
+        bits = minimum(2 * magnitude * LOG2_E, FLOAT32_MAX)
         for each in range(FEW):
-            few[each] = minimum((row_max - few[each]) * bits, gap_limit)
+            # Halves first: two numbers of float32 may lie further apart than its range.
+            few[each] = minimum((_HALF_OF * row_max - _HALF_OF * few[each]) * bits, gap_limit)
         beta, low_beta = start_from_few(few, bound, lowest_beta, highest_beta)
-        _give(row_max, row_maxima)
+        _give(_HALF_OF * row_max, half_maxima)
 
         # The loop of device.entropy, of all queries of the warp at a time.
         bound_limit, lowest_accepted, aim = accepted_limits(bound)
@@ -385,7 +389,7 @@ def tiles_kernel(kind: int, vector: int):
                         part_firsts[slot] = _ZERO
                     for product in range(_PRODUCTS):
                         slot = product // _TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                        t = minimum((row_maxima[slot] - products[product]) * factors[slot], GAP_RANGE)
+                        t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
                         weight = exp2(-t)
                         weighted = t * weight
                         part_totals[slot] += weight
@@ -437,10 +441,9 @@ def tiles_kernel(kind: int, vector: int):
             )
             report_sum(row + own_row, row_max * magnitude, total, temperature_min, temperature_max, lse_out, errors)
 
-        # Weights relative to the greatest are left for the values; the sums are divided.
         _give(minimum(best_beta * bits, FLOAT32_MAX), factors)
         # Where there is no query, no value has weight.
-        _give(_ONE / total if total > _ZERO and own_row < valid else _ZERO, shares)
+        _give(exp2(-lift) / total if total > _ZERO and own_row < valid else _ZERO, shares)
         smallest = smallest_weight(length)
         value_place = (
             values_origin + sample * values_sample_stride + key_head * values_head_stride,
@@ -476,10 +479,11 @@ def tiles_kernel(kind: int, vector: int):
                         carries = False
                         for product in range(_PRODUCTS):
                             slot = product // _TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                            t = minimum((row_maxima[slot] - products[product]) * factors[slot], GAP_RANGE)
-                            weight = exp2(-t) * shares[slot]
-                            carries |= weight > smallest
-                            products[product] = weight if weight > smallest else _ZERO
+                            t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
+                            weight = exp2(lift - t)
+                            share = weight * shares[slot]
+                            carries |= share > smallest
+                            products[product] = (weight if half else share) if share > smallest else _ZERO
                         if any_lane(carries, FULL_MASK):
                             events_place = (key_index, first_key, np.int32(length - 1), first_dim, dims)
                             add_values(
@@ -488,6 +492,8 @@ def tiles_kernel(kind: int, vector: int):
                     first_key = opaque(next_key)
                 bad = False
                 for place in range(value_sums):
+                    if half:
+                        results[place] *= shares[place // tile_sums * 2 + ((place >> 1) & 1)]
                     bad |= not (abs(results[place]) <= limit)
                 bad = cuda.syncthreads_or(np.int32(bad)) != 0
                 adding = bad and not mends
