@@ -41,6 +41,7 @@ TILES_RESIDENT = 256
 _STATIC_BYTES = 2048
 _FEW_CONTEXTS = 1024
 """Up to this many, blocks of a cluster take longer to meet than one of them for all."""
+_TENSOR_CORES = (8, 0)
 LARGEST_TILES_SCALE = 2.0**60
 """Of scores: times 1 / T and 2 / ln 2 it is a float32 number at every temperature that resolves scores."""
 ROWS_ONLY = "rows"
@@ -53,7 +54,7 @@ _FEW_ROWS = 256
 
 def has_tensor_cores(capability: tuple[int, int]) -> bool:
     """Whether there are those that take float32."""
-    return capability >= (8, 0)
+    return capability >= _TENSOR_CORES
 
 
 class Sizes(NamedTuple):
@@ -111,6 +112,7 @@ def tiles_kernel_spec(kind: int, vector: int) -> KernelSpec:
         kernel_in("biencoder_tiles", "tiles_kernel"),
         (kind, vector),
         (threads, TILES_RESIDENT // threads),
+        lowest_capability=_TENSOR_CORES,
     )
 
 

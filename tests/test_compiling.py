@@ -218,6 +218,8 @@ def test_kernel_spec():
     spec = KernelSpec("name", lambda *constants: built.append(constants) or "kernel", (4, 8), (128, 2))
     assert spec.dispatcher == "kernel" and built == [(4, 8)]
     assert spec.runs_on((7, 0)) and not spec.runs_on((6, 1))
+    later = KernelSpec("name", spec.build, lowest_capability=(8, 0))
+    assert later.runs_on((8, 0)) and later.runs_on((12, 0)) and not later.runs_on((7, 5))
     # Built by another function object, but the same kernel.
     same = KernelSpec("name", lambda *constants: None, (4, 8), (128, 2))
     assert spec == same and hash(spec) == hash(same)

@@ -42,10 +42,11 @@ class KernelSpec:
     """(most threads a block, least blocks a multiprocessor): the compiler's register limit."""
     clusters: bool = False
     """Launched in clusters of blocks, which not every device has."""
+    lowest_capability: tuple[int, int] = LOWEST_CAPABILITY
 
     def runs_on(self, capability: tuple[int, int]) -> bool:
         """True for the compute capabilities that this is launched on."""
-        return has_clusters(capability) if self.clusters else capability >= LOWEST_CAPABILITY
+        return capability >= self.lowest_capability and (has_clusters(capability) or not self.clusters)
 
     @property
     def dispatcher(self) -> Any:
