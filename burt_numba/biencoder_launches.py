@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from burt_numba.host.compiling import KernelSpec, kernel_in
 from burt_numba.host.plans import MOST_BLOCKS
-from burt_numba.target import MAX_CLUSTER_BLOCKS, has_clusters, most_shared_bytes
+from burt_numba.target import FIRST_TENSOR_CORES, MAX_CLUSTER_BLOCKS, has_clusters, most_shared_bytes
 
 MOST_DIMS = 256
 """Elements of a vector."""
@@ -41,7 +41,6 @@ TILES_RESIDENT = 256
 _STATIC_BYTES = 2048
 _FEW_CONTEXTS = 1024
 """Up to this many, blocks of a cluster take longer to meet than one of them for all."""
-_TENSOR_CORES = (8, 0)
 LARGEST_TILES_SCALE = 2.0**60
 """Of scores: times 1 / T and 2 / ln 2 it is a float32 number at every temperature that resolves scores."""
 ROWS_ONLY = "rows"
@@ -50,11 +49,6 @@ _FEW_QUERIES = 4
 """Below this many a head, most of a tile would be empty."""
 _FEW_ROWS = 256
 """Up to this many queries, one block each leaves much of the device idle."""
-
-
-def has_tensor_cores(capability: tuple[int, int]) -> bool:
-    """Whether there are those that take float32."""
-    return capability >= _TENSOR_CORES
 
 
 class Sizes(NamedTuple):
@@ -98,7 +92,7 @@ def rows_kernel_spec(vector: int, dtype: str, blocks: int, resident: bool) -> Ke
 def choose(sizes: Sizes, rows: int, vector: int, dtype: str, precision: str, capability: tuple[int, int]) -> Choice:
     """The launch for so many of the rows; ``vector``: elements of an access."""
     fits_tiles = sizes.queries >= _FEW_QUERIES and sizes.contexts > 0 and precision != ROWS_ONLY
-    if has_tensor_cores(capability) and fits_tiles:
+    if capability >= FIRST_TENSOR_CORES and fits_tiles:
         choice = _choose_tiles(sizes, vector, dtype, precision, capability)
         if choice is not None:
             return choice
@@ -112,7 +106,7 @@ def tiles_kernel_spec(kind: int, vector: int) -> KernelSpec:
         kernel_in("biencoder_tiles", "tiles_kernel"),
         (kind, vector),
         (threads, TILES_RESIDENT // threads),
-        lowest_capability=_TENSOR_CORES,
+        lowest_capability=FIRST_TENSOR_CORES,
     )
 
 

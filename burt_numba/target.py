@@ -43,6 +43,10 @@ def has_clusters(capability: tuple[int, int]) -> bool:
     return (9, 0) <= capability < (12, 0)
 
 
+FIRST_TENSOR_CORES = (8, 0)
+"""The compute capability from which tensor cores take float32."""
+
+
 def can_overlap_launches(capability: tuple[int, int]) -> bool:
     """True where a launch may begin before the one before it on its stream is complete."""
     return capability >= (9, 0)
