@@ -1,4 +1,4 @@
-"""Entropy-bounded softmax and attention to contexts, gated memories and mixtures of experts, in Python on Numba CUDA.
+"""Entropy-bounded softmax and attention, decoding, gated memories and mixtures of experts, in Python on Numba CUDA.
 
 Functions take Numba, CuPy, PyTorch and NumPy arrays alike. With NUMBA_ENABLE_CUDASIM=1 the same kernels run in a
 simulator on the CPU. Importing the package imports nothing else; functions import what they need.
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from burt_numba.biencoder_attention import biencoder_attention
     from burt_numba.cifg import batched_cifg_update, cifg_update
     from burt_numba.constrained_softmax import constrained_softmax
+    from burt_numba.flash_decoding import flash_decoding, flash_decoding_chunk
+    from burt_numba.flash_decoding_reduce import flash_decoding_reduce, merge_attention_states
+    from burt_numba.flash_launches import FLASH_DECODE_CHUNK_SIZE
     from burt_numba.host.errors import (
         BurtDimensionError,
         BurtError,
@@ -33,7 +36,13 @@ if TYPE_CHECKING:
     from burt_numba.moe import MoeDispatch, sparse_moe_combine, sparse_moe_dispatch
     from burt_numba.planning import plan
 
-_FUNCTIONS = ("attention_softmax", "biencoder_attention", "constrained_softmax")
+_FUNCTIONS = (
+    "attention_softmax",
+    "biencoder_attention",
+    "constrained_softmax",
+    "flash_decoding",
+    "flash_decoding_reduce",
+)
 _ERRORS = (
     "BurtDimensionError",
     "BurtError",
@@ -50,10 +59,14 @@ _HOMES = {
     **dict.fromkeys(("batched_cifg_update", "cifg_update"), "burt_numba.cifg"),
     **dict.fromkeys(("MoeDispatch", "sparse_moe_combine", "sparse_moe_dispatch"), "burt_numba.moe"),
     **dict.fromkeys(_ERRORS, "burt_numba.host.errors"),
+    "FLASH_DECODE_CHUNK_SIZE": "burt_numba.flash_launches",
+    "flash_decoding_chunk": "burt_numba.flash_decoding",
+    "merge_attention_states": "burt_numba.flash_decoding_reduce",
     "plan": "burt_numba.planning",
 }
 
 __all__ = [
+    "FLASH_DECODE_CHUNK_SIZE",
     "BurtDimensionError",
     "BurtError",
     "BurtRuntimeError",
@@ -67,7 +80,11 @@ __all__ = [
     "check",
     "cifg_update",
     "constrained_softmax",
+    "flash_decoding",
+    "flash_decoding_chunk",
+    "flash_decoding_reduce",
     "kernels",
+    "merge_attention_states",
     "plan",
     "reference",
     "set_error_policy",

@@ -7,7 +7,6 @@ kernels/biencoder_attention.py, biencoder_rows.py and biencoder_tiles.py the ker
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -29,7 +28,7 @@ from burt_numba.biencoder_launches import (
     rows_kernel_spec,
     tiles_kernel_spec,
 )
-from burt_numba.host.arrays import Description, family_of
+from burt_numba.host.arrays import family_of
 from burt_numba.host.checks import FLOATING, describe, require_dtype, require_number, require_output, require_shape
 from burt_numba.host.compiling import KernelSpec, compute_capability, kernel_in
 from burt_numba.host.errors import BurtDimensionError, ErrorBuffer
@@ -45,7 +44,7 @@ from burt_numba.host.plans import (
     refuse_unknown,
 )
 from burt_numba.host.rows import MOST_ROWS
-from burt_numba.softmax_launches import StridedRows, vector_columns
+from burt_numba.softmax_launches import StridedRows, column_arguments, length_arguments, vector_columns
 from burt_numba.target import DOCUMENTED_BIENCODER_THREADS, MAX_CLUSTER_BLOCKS
 from burt_numba.temperatures import require_search_parameters
 from burt_numba.validation import finite_check_launch
@@ -247,26 +246,6 @@ def _check(request: Request) -> Sizes:
     return Sizes(batch, heads, key_heads, queries, contexts, dims)
 
 
-def _column(request: Request, place: int, size: int, dtype: str) -> tuple[Any, ...]:
-    """An operand of one axis as a kernel is given it: the array, origin and stride."""
-    array: Description | None = request.operands[place]
-    if array is None:
-        return Array(None, dtype), Number(0, "i8"), Number(0, "i8")
-    if not array.shape:  # one for all
-        array = array._replace(shape=(size,), strides=(0,))
-    column = StridedRows.of(_NAME, _NAMES[place], place, array, (size, 1))
-    return column.argument, Number(column.origin, "i8"), Number(column.leading_strides[0], "i8")
-
-
-def _lengths(request: Request, batch: int) -> tuple[Any, ...]:
-    """As `_column`, int64 numbers as two words of 32 bits each; then how many words a number has."""
-    array, origin, stride = _column(request, _LENGTHS, batch, "i4")
-    words = 2 if array.dtype == "i8" else 1
-    array = dataclasses.replace(array, dtype="i4", shape=(words * array.shape[0],))
-    numbers = (Number(words * number.value, "i8") for number in (origin, stride))
-    return (array, *numbers, Number(words, "i4"))
-
-
 def _choices(
     sizes: Sizes, vector: int, dtype: str, precision: str, capability: tuple[int, int]
 ) -> Iterator[tuple[int, int, Choice]]:
@@ -315,8 +294,8 @@ def _answer(request: Request) -> Answer:
             CallNumber(_TEMPERATURE_MIN, "f4"),
             CallNumber(_TEMPERATURE_MAX, "f4"),
             CallNumber(_MAX_ITERATIONS, "i4"),
-            *_column(request, _BOUNDS, sizes.heads, "f4"),
-            *_lengths(request, sizes.batch),
+            *column_arguments(_NAME, "entropy_bound", _BOUNDS, request.operands[_BOUNDS], sizes.heads, "f4"),
+            *length_arguments(_NAME, "context_lengths", _LENGTHS, request.operands[_LENGTHS], sizes.batch),
             *(
                 Array(place, "f4", rows_out) if request.operands[place] else Array(None, "f4")
                 for place in (_TEMPERATURE, _ENTROPY, _LSE)

@@ -35,10 +35,10 @@ FRAGMENT = 256
 """Cells of shared memory of a tile of queries and 16 words of each."""
 VALUE_DIMS = 64
 """Elements of the result that a warp adds up at a time."""
-_MOST_TILES_WARPS = 4
+MOST_TILES_WARPS = 4
 TILES_RESIDENT = 256
 """Threads that a multiprocessor holds at least: 255 registers each."""
-_STATIC_BYTES = 2048
+_STATIC_BYTES = 2560
 _FEW_CONTEXTS = 1024
 """Up to this many, blocks of a cluster take longer to meet than one of them for all."""
 LARGEST_TILES_SCALE = 2.0**60
@@ -100,7 +100,7 @@ def choose(sizes: Sizes, rows: int, vector: int, dtype: str, precision: str, cap
 
 
 def tiles_kernel_spec(kind: int, vector: int) -> KernelSpec:
-    threads = 32 * _MOST_TILES_WARPS
+    threads = 32 * MOST_TILES_WARPS
     return KernelSpec(
         "biencoder_tiles",
         kernel_in("biencoder_tiles", "tiles_kernel"),
@@ -111,22 +111,24 @@ def tiles_kernel_spec(kind: int, vector: int) -> KernelSpec:
 
 
 def tiles_shared_bytes(kind: int, warps: int, dims: int) -> int:
-    """Of a block: the queries of each warp, and two stretches of keys and of values."""
+    """Of a block: the queries of each warp, those that all warps work on, two stretches of keys and of values."""
     chunks = -(-dims // (32 if kind == HALF else 16))
     value_words = VALUE_DIMS // (2 if kind == HALF else 1)
-    return 4 * (warps * ROW_TILES * chunks * FRAGMENT + 2 * STRETCH * (16 * (chunks | 1) + value_words + 4))
+    tiles = (warps + int(warps > 1)) * ROW_TILES
+    return 4 * (tiles * chunks * FRAGMENT + 2 * STRETCH * (16 * (chunks | 1) + value_words + 4))
 
 
 def _choose_tiles(sizes: Sizes, vector: int, dtype: str, precision: str, capability: tuple[int, int]) -> Choice | None:
     kind = HALF if dtype == "f2" else ROUNDED if precision == "tf32" else EXACT
     warp_queries = ROW_TILES * TILE_ROWS
+    most = most_shared_bytes(capability) - _STATIC_BYTES
     warps = 1
-    while warps < _MOST_TILES_WARPS and warps * warp_queries < sizes.queries:
+    while warps < MOST_TILES_WARPS and warps * warp_queries < sizes.queries:
         warps *= 2
-    while warps > 1 and tiles_shared_bytes(kind, warps, sizes.dims) > most_shared_bytes(capability):
+    while warps > 1 and tiles_shared_bytes(kind, warps, sizes.dims) > most:
         warps //= 2
     shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims)
-    if shared_bytes > most_shared_bytes(capability):
+    if shared_bytes > most:
         return None
     blocks = sizes.batch * sizes.heads * -(-sizes.queries // (warp_queries * warps))
     if blocks > MOST_BLOCKS:

@@ -13,6 +13,12 @@ from burt_numba.cifg import plan_batched as _plan_batched_cifg_update
 from burt_numba.cifg import specialisations as _cifg_specialisations
 from burt_numba.constrained_softmax import plan as _plan_constrained_softmax
 from burt_numba.constrained_softmax import specialisations as _constrained_softmax_specialisations
+from burt_numba.flash_decoding import plan as _plan_flash_decoding
+from burt_numba.flash_decoding import plan_chunk as _plan_flash_decoding_chunk
+from burt_numba.flash_decoding import specialisations as _flash_decoding_specialisations
+from burt_numba.flash_decoding_reduce import plan as _plan_flash_decoding_reduce
+from burt_numba.flash_decoding_reduce import plan_merge as _plan_merge_attention_states
+from burt_numba.flash_decoding_reduce import specialisations as _flash_decoding_reduce_specialisations
 from burt_numba.host.errors import BurtDimensionError
 from burt_numba.host.plans import Plan
 from burt_numba.kernels_by_hand import documented_specialisations
@@ -27,6 +33,10 @@ _PLANS = {
     "biencoder_attention": _plan_biencoder_attention,
     "cifg_update": _plan_cifg_update,
     "constrained_softmax": _plan_constrained_softmax,
+    "flash_decoding": _plan_flash_decoding,
+    "flash_decoding_chunk": _plan_flash_decoding_chunk,
+    "flash_decoding_reduce": _plan_flash_decoding_reduce,
+    "merge_attention_states": _plan_merge_attention_states,
     "sparse_moe_combine": _plan_sparse_moe_combine,
     "sparse_moe_dispatch": _plan_sparse_moe_dispatch,
 }
@@ -36,6 +46,8 @@ SPECIALISATIONS = (
     _biencoder_attention_specialisations,
     _cifg_specialisations,
     _constrained_softmax_specialisations,
+    _flash_decoding_specialisations,
+    _flash_decoding_reduce_specialisations,
     _moe_specialisations,
     documented_specialisations,
     validation_specialisations,
@@ -61,7 +73,10 @@ def plan(name: str, *, compute_capability: tuple[int, int] = (9, 0), **dims: Any
         ``sparse_moe_dispatch``, ``sparse_moe_combine``: batch_size (tokens), d_model, num_experts, top_k (2),
         expert_capacity (that of the function), dtype ("float32"), multiprocessors (132). There is no documented launch
         for combining. ``biencoder_attention``: batch_size, num_heads, key_heads (num_heads), query_len, context_len,
-        d_head, dtype ("float32"), precision ("fp32").
+        d_head, dtype ("float32"), precision ("fp32"). ``flash_decoding_reduce``: batch_size, num_heads, max_chunks,
+        d_head. ``flash_decoding_chunk``: batch_size, num_heads, key_heads (num_heads), seq_len (S), d_head, chunk_size
+        (32), dtype ("float32"). ``flash_decoding``: the same, with the chunk_size of the function and multiprocessors
+        (132). ``merge_attention_states``: num_states, batch_size (rows), d_head, dtype ("float32").
 
     Returns
     -------

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from burt_numba.host.arrays import Description
 from burt_numba.host.errors import BurtDimensionError
@@ -127,6 +128,27 @@ class StridedRows(NamedTuple):
     def place(self) -> tuple[Number, ...]:
         """Origin and strides, as a kernel is given them."""
         return tuple(Number(number, "i8") for number in (self.origin, *self.leading_strides, self.column_stride))
+
+
+def column_arguments(
+    function: str, name: str, operand: int, array: Description | None, size: int, dtype: str
+) -> tuple[Any, ...]:
+    """An operand of one axis as a kernel is given it: the array, origin and stride. One without an axis is for all."""
+    if array is None:
+        return Array(None, dtype), Number(0, "i8"), Number(0, "i8")
+    if not array.shape:
+        array = array._replace(shape=(size,), strides=(0,))
+    column = StridedRows.of(function, name, operand, array, (size, 1))
+    return column.argument, Number(column.origin, "i8"), Number(column.leading_strides[0], "i8")
+
+
+def length_arguments(function: str, name: str, operand: int, array: Description | None, size: int) -> tuple[Any, ...]:
+    """As `column_arguments`, int64 numbers as two words of 32 bits each; then how many words a number has."""
+    argument, origin, stride = column_arguments(function, name, operand, array, size, "i4")
+    words = 2 if argument.dtype == "i8" else 1
+    argument = replace(argument, dtype="i4", shape=(words * argument.shape[0],))
+    numbers = (Number(words * number.value, "i8") for number in (origin, stride))
+    return (argument, *numbers, Number(words, "i4"))
 
 
 def vector_columns(aligned: bool, columns: int, dtype: str, operands: Sequence[StridedRows]) -> int:

@@ -25,6 +25,9 @@ DOCUMENTED_MOE_THREADS = 512
 DOCUMENTED_BIENCODER_THREADS = 256
 """Those of attention to contexts: twice as many as the documented block has at most."""
 
+DOCUMENTED_FLASH_THREADS = 256
+"""Those of flash decoding, whose documented block is a warp."""
+
 COUNTER_STRIDE = 16
 """int64 cells between the counters of two groups of blocks: one cache line each."""
 

@@ -15,8 +15,10 @@ OPERATIONS = (
     *("constrained_softmax", "attention_softmax", "biencoder_attention"),
     *("cifg_update", "batched_cifg_update", "cifg"),
     *("sparse_moe_dispatch", "sparse_moe_combine", "moe"),
+    *("flash_decoding_reduce", "flash_decoding_chunk", "flash_decoding", "merge_attention_states", "flash"),
 )
-"""What --op takes; "cifg" is both functions of the memory, "moe" both of the mixture of experts."""
+"""What --op takes; "cifg" is both functions of the memory, "moe" both of the mixture of experts, "flash" all four of
+flash decoding."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bench_biencoder_attention,
         bench_cifg,
         bench_constrained_softmax,
+        bench_flash_decoding,
         bench_moe,
     )
     from perf.case import is_of
@@ -69,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bench_biencoder_attention,
             bench_cifg,
             bench_constrained_softmax,
+            bench_flash_decoding,
             bench_moe,
         )
         for case in bench.list_cases()

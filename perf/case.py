@@ -112,6 +112,7 @@ class Case:
 BASE_NAMES = {
     "cifg": ("cifg_update", "batched_cifg_update"),
     "moe": ("sparse_moe_dispatch", "sparse_moe_combine"),
+    "flash": ("flash_decoding_reduce", "flash_decoding_chunk", "flash_decoding", "merge_attention_states"),
 }
 """Functions that share a name in package, tests and perf."""
 

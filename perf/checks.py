@@ -23,6 +23,12 @@ NORM_LIMIT = {
     ("biencoder_attention", "float32"): 1e-5,
     ("biencoder_attention", "float16"): 2e-3,
     ("biencoder_attention", "tf32"): 1e-2,
+    ("flash_decoding_reduce", "float32"): 5e-6,
+    ("flash_decoding_chunk", "float32"): 1e-5,
+    ("flash_decoding", "float32"): 1e-5,
+    ("flash_decoding", "float16"): 2e-3,
+    ("merge_attention_states", "float32"): 5e-6,
+    ("merge_attention_states", "float16"): 2e-3,
 }
 """Limits on ‖out − ref‖ / ‖ref‖, the ones that the operations promise."""
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 OPERATIONS = (
     *("constrained_softmax", "attention_softmax", "biencoder_attention", "cifg_update", "batched_cifg_update"),
     *("sparse_moe_dispatch", "sparse_moe_combine"),
+    *("flash_decoding_reduce", "flash_decoding_chunk", "flash_decoding", "merge_attention_states"),
 )
 SHAPES = {
     "constrained_softmax": ((32, 1_000), (32, 5_000)),
@@ -44,6 +45,10 @@ SHAPES = {
     "batched_cifg_update": ((4, 64, 64), (200, 64, 64)),
     "sparse_moe_dispatch": ((64, 64), (1_024, 511)),
     "sparse_moe_combine": ((4, 32, 64), (4, 512, 511)),
+    "flash_decoding_reduce": ((4, 8, 6, 66), (2, 8, 200, 129)),
+    "flash_decoding_chunk": ((4, 8, 64), (2, 8, 127)),
+    "flash_decoding": ((4, 8, 64), (2, 8, 127)),
+    "merge_attention_states": ((3, 4, 8, 64), (20, 4, 8, 127)),
 }
 """Of the first input."""
 STAGES = (
@@ -82,6 +87,9 @@ def child(op: str) -> None:
         if op in BASE_NAMES["moe"]:
             pairs.append(expert_arguments(op, values))
             continue
+        if op in BASE_NAMES["flash"]:
+            pairs.append(([cuda.to_device(array) for array in flash_arrays(op, values)], {}))
+            continue
         if op in BASE_NAMES["cifg"]:
             batch, d = shape[:-2], shape[-1]
             shapes = ((*batch, d), (*batch, d), (d, 2 * d), (d,))  # h, x, W_f, b_f
@@ -102,6 +110,20 @@ def child(op: str) -> None:
     seconds = dict(zip(STAGES, (after - before for before, after in itertools.pairwise(times)), strict=True))
     seconds[SUM] = times[STAGES.index("first call") + 1] - times[1]
     print(json.dumps(seconds))
+
+
+def flash_arrays(op: str, values: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Partials of equal sums, caches of 100 keys, or states beside a log-sum-exp of 0."""
+    import numpy as np
+
+    if op == "merge_attention_states":
+        return values, np.zeros(values.shape[:-1], np.float32)
+    lengths = np.full(len(values), 100, np.int32)
+    if op == "flash_decoding_reduce":
+        values[..., -1] = 1
+        return values, lengths
+    cache = np.repeat(values[:, :, None], 100, axis=2)
+    return values, cache, cache.copy(), lengths
 
 
 def expert_arguments(op: str, values: np.ndarray) -> tuple[list[Any], dict[str, Any]]:

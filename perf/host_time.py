@@ -23,7 +23,7 @@ from rich.console import Console
 import burt_numba
 from burt_numba import kernels
 from burt_numba.backend import cuda
-from perf.case import is_of
+from perf.case import BASE_NAMES, is_of
 from perf.record import CsvFile, Record, microseconds
 from perf.timing import torch
 
@@ -50,6 +50,8 @@ MOE_LIMIT_US = 25.0
 
 CONTEXTS_LIMIT_US = 20.0
 """Asked of attention to contexts where the output is given."""
+FLASH_LIMIT_US = 20.0
+"""Asked of flash decoding where the outputs are given."""
 
 ROWS, CLASSES = 32, 64
 HEADS_SHAPE = (2, 4, 16, 16)
@@ -75,6 +77,8 @@ class Timed:
             return MEMORY_LIMIT_US
         if self.op == "biencoder_attention":
             return CONTEXTS_LIMIT_US if self.variant == "out=" else None
+        if is_of(self.op, "flash"):
+            return FLASH_LIMIT_US if self.variant.startswith("out=") else None
         if is_of(self.op, "moe"):
             return MOE_LIMIT_US if self.variant == "out=" else None
         return LIMIT_US.get((self.family, self.variant))
@@ -119,6 +123,7 @@ def list_functions(op: str | None = None) -> Iterator[Timed]:
                 yield Timed(name, family, "out=", functools.partial(function, out=out))
                 yield Timed(name, family, "new output", function)
         yield from context_functions(family, convert, op)
+        yield from flash_functions(family, convert, op)
         yield from memory_functions(family, convert, op)
         yield from expert_functions(family, convert, op)
     if torch is not None:
@@ -149,6 +154,36 @@ def context_functions(family: str, convert: Callable[[np.ndarray], object], op: 
         "biencoder_attention", family, "out=, lengths, two more", functools.partial(call, out=convert(out), **given)
     )
     yield Timed("biencoder_attention", family, "new output", call)
+
+
+def flash_functions(family: str, convert: Callable[[np.ndarray], object], op: str | None) -> Iterator[Timed]:
+    """Decode attention, its two steps and a merge."""
+    if not any(is_of(name, op) for name in BASE_NAMES["flash"]):
+        return
+    batch, heads, keys, _ = HEADS_SHAPE
+    random = np.random.default_rng(0)
+    shapes = ((batch, heads, CLASSES), *[(batch, heads, keys, CLASSES)] * 2)
+    caches = [convert(random.normal(0, 2, shape).astype(np.float32)) for shape in shapes]
+    lengths = convert(np.full(batch, keys, np.int32))
+    partials = np.ones((batch, heads, keys, CLASSES + 2), np.float32)
+    arguments = {
+        "flash_decoding_reduce": (convert(partials), lengths, 1),
+        "flash_decoding_chunk": (*caches, lengths, 1),
+        "flash_decoding": (*caches, lengths),
+        "merge_attention_states": tuple(
+            convert(np.ones((3, *shape), np.float32)) for shape in (shapes[0], shapes[0][:2])
+        ),
+    }
+    for name, given in arguments.items():
+        if not is_of(name, op):
+            continue
+        out = np.zeros(partials.shape if name == "flash_decoding_chunk" else shapes[0], np.float32)
+        function = functools.partial(getattr(burt_numba, name), *given)
+        yield Timed(name, family, "out=", functools.partial(function, out=convert(out)))
+        if name == "flash_decoding":
+            sums = convert(np.zeros((batch, heads), np.float32))
+            yield Timed(name, family, "out=, lse_out=", functools.partial(function, out=convert(out), lse_out=sums))
+        yield Timed(name, family, "new output", function)
 
 
 def memory_functions(family: str, convert: Callable[[np.ndarray], object], op: str | None) -> Iterator[Timed]:

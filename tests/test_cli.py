@@ -223,6 +223,78 @@ def of_all_contexts(operation):
     return lambda *arguments, context_lengths, **options: operation(*arguments, **options)
 
 
+def of_other_keys(operation):
+    """Takes the values of the keys before."""
+    return lambda query, keys, values, *arguments, **options: operation(
+        query, keys, np.roll(values, 1, axis=2), *arguments, **options
+    )
+
+
+def with_a_key_more(operation):
+    """Attends to one key past the length, or to one chunk."""
+    return lambda *arguments, **options: operation(*arguments[:-1], arguments[-1] + 1, **options)
+
+
+def with_a_key_more_before_the_chunk_size(operation):
+    return lambda *arguments, **options: operation(*arguments[:-2], arguments[-2] + 1, arguments[-1], **options)
+
+
+def with_maxima_to_base_2(operation):
+    """Takes the maxima for logarithms to base 2."""
+
+    def wrong(partials, *arguments, **options):
+        partials = partials.copy()
+        partials[..., -2] *= np.float32(np.log(2))
+        return operation(partials, *arguments, **options)
+
+    return wrong
+
+
+def with_other_sums(operation):
+    """A right result, and the sum of exponentials without its maximum."""
+
+    def wrong(*arguments, lse_out, **options):
+        result = operation(*arguments, lse_out=lse_out, **options)
+        lse_out -= np.float32(0.01)
+        return result
+
+    return wrong
+
+
+def of_other_chunks(operation):
+    """Of all that come, the last chunk in the place of the first."""
+    return lambda partials, *arguments, **options: operation(
+        np.ascontiguousarray(np.roll(partials, 1, axis=2)), *arguments, **options
+    )
+
+
+def that_leaves_empty_chunks(operation):
+    """Right, but that chunks without a key look like others."""
+
+    def wrong(*arguments, **options):
+        partials = operation(*arguments, **options)
+        partials[..., -2] = np.maximum(partials[..., -2], -1e4)
+        return partials
+
+    return wrong
+
+
+def with_larger_elements(operation):
+    """Of partials; their maxima and sums are right."""
+
+    def wrong(*arguments, **options):
+        partials = operation(*arguments, **options)
+        partials[..., :-2] *= np.float32(1.001)
+        return partials
+
+    return wrong
+
+
+def of_equal_states(operation):
+    """Takes the mean, whatever the states have seen."""
+    return lambda outs, lses, **options: operation(outs, np.zeros_like(lses), **options)
+
+
 def unbounded(operation):
     """Forgets and writes, and leaves the largest singular value as it comes."""
     return lambda C, h, x, W_f, b_f, bound, **options: operation(C, h, x, W_f, b_f, 1e6, **options)
@@ -281,6 +353,24 @@ def unweighted(operation):
         ("biencoder_attention", unsharpened),
         ("biencoder_attention", of_other_heads),
         ("biencoder_attention", of_all_contexts),
+        ("flash_decoding", scaled),
+        ("flash_decoding", silent),
+        ("flash_decoding", of_other_keys),
+        ("flash_decoding", with_a_key_more),
+        ("flash_decoding", with_other_sums),
+        ("flash_decoding_chunk", with_larger_elements),
+        ("flash_decoding_chunk", of_other_keys),
+        ("flash_decoding_chunk", with_a_key_more_before_the_chunk_size),
+        ("flash_decoding_chunk", that_leaves_empty_chunks),
+        ("flash_decoding_reduce", scaled),
+        ("flash_decoding_reduce", silent),
+        ("flash_decoding_reduce", with_a_key_more),
+        ("flash_decoding_reduce", with_maxima_to_base_2),
+        ("flash_decoding_reduce", of_other_chunks),
+        ("flash_decoding_reduce", with_other_sums),
+        ("merge_attention_states", scaled),
+        ("merge_attention_states", of_equal_states),
+        ("merge_attention_states", with_other_sums),
         ("cifg_update", scaled),
         ("cifg_update", silent),
         ("cifg_update", unbounded),
@@ -365,9 +455,10 @@ def test_sanitize_chooses_the_simulator(machine, capsys, devices):
     assert os.environ["NUMBA_ENABLE_CUDASIM"] == "1"
 
 
-def test_relative_error_of_what_is_not_finite():
+def test_relative_error_of_what_has_no_size():
     assert check_relative_error(np.array([np.nan, 1.0]), np.ones(2)) == float("inf")
     assert check_relative_error(np.zeros(2), np.zeros(2)) == 0
+    assert check_relative_error(np.ones(2), np.zeros(2)) == float("inf")
 
 
 # run -----------------------------------------------------------------------------------------------------------------
@@ -646,6 +737,105 @@ def test_run_on_nothing_to_attend_to(run, tmp_path, change):
     assert (np.load(tmp_path / "out.npz")["output"] == 0).all()
 
 
+def cache_arrays(M=3, S=70, **more):
+    """Arrays of decode attention, by name: two heads of the caches for four of the queries."""
+    shapes = {"query": (M, 4, 8), "k_cache": (M, 2, S, 8), "v_cache": (M, 2, S, 8)}
+    arrays = {name: normal(shape, 1.5, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    return arrays | {"seq_lens": np.array([S, 0, S - 5][:M], np.int64)} | more
+
+
+def shown_lines(out):
+    return [" ".join(line.split()) for line in out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "title"),
+    [
+        ((), {}, "flash_decoding → out.npz"),
+        (
+            ("--scale", 0.7, "--chunk-size", 16),
+            {"scale": 0.7, "chunk_size": 16},
+            "flash_decoding, chunks of 16 → out.npz",
+        ),
+    ],
+)
+def test_run_flash_decoding(run, tmp_path, words, options, title):
+    arrays = cache_arrays()
+    np.savez(tmp_path / "in.npz", **arrays)
+    status, out, _ = run("run", "flash_decoding", "--input", "in.npz", "--output", "out.npz", *words)
+    assert status == 0, out
+    with np.load(tmp_path / "out.npz") as written:
+        assert sorted(written.files) == ["lse", "output"]
+        output, lse = written["output"], written["lse"]
+    expected = reference.flash_decoding(**arrays, **options)
+    assert relative_error(output, expected.output) <= LIMITS["attention_float32"]
+    assert (np.isneginf(lse) == np.isneginf(expected.lse)).all()
+    there = np.isfinite(lse)
+    assert lse[there] == pytest.approx(expected.lse[there], rel=1e-5)
+    for line in (
+        title,
+        "query (3, 4, 8) float32",
+        "caches (3, 2, 70, 8) float32",
+        "mean length of a sequence 45.0 of 70",
+        f"mean log-sum-exp {lse[there].astype(float).mean():.4f} nats",
+        f"mean length of a result {np.linalg.norm(output[there].astype(float), axis=-1).mean():.4f}",
+        "heads without a key 4 of 12 (33.3%)",
+        "recorded events none",
+    ):
+        assert line in shown_lines(out), out
+
+
+def test_run_flash_decoding_in_its_steps(run, tmp_path):
+    """What the first step has written is what the second reads, and its result a state beside another."""
+    arrays = cache_arrays()
+    np.savez(tmp_path / "in.npz", **arrays)
+    size = ("--chunk-size", 16)
+    status, out, _ = run(
+        "run", "flash_decoding_chunk", "--input", "in.npz", "--output", "parts.npz", *size, "--scale", 0.7
+    )
+    assert status == 0, out
+    assert "flash_decoding_chunk, chunks of 16 → parts.npz" in shown_lines(out)
+    assert "partials (3, 4, 5, 10) float32" in shown_lines(out)
+    assert "chunks without a key 20 of 60 (33.3%)" in shown_lines(out)
+    status, out, _ = run("run", "flash_decoding_reduce", "--input", "parts.npz", "--output", "out.npz", *size)
+    assert status == 0, out
+    assert "flash_decoding_reduce, chunks of 16 → out.npz" in shown_lines(out)
+    assert "heads without a key 4 of 12 (33.3%)" in shown_lines(out)
+    expected = reference.flash_decoding(**arrays, scale=0.7)
+    with np.load(tmp_path / "out.npz") as written:
+        output, lse = written["output"], written["lse"]
+    assert relative_error(output, expected.output) <= LIMITS["attention_float32"]
+
+    outs, lses = np.stack([output, 0 * output]), np.stack([lse, np.full_like(lse, 5)])
+    np.savez(tmp_path / "states.npz", outs=outs, lses=lses)
+    status, out, _ = run("run", "merge_attention_states", "--input", "states.npz", "--output", "merged.npz")
+    assert status == 0, out
+    merged = reference.merge_attention_states(outs, lses)
+    with np.load(tmp_path / "merged.npz") as written:
+        assert relative_error(written["output"], merged.output) <= LIMITS["float32"]
+        assert written["lse"] == pytest.approx(merged.lse, rel=1e-6)
+    largest = np.exp(lses.max(axis=0) - merged.lse).mean()
+    for line in (
+        "merge_attention_states → merged.npz",
+        "outs (2, 3, 4, 8) float32",
+        f"mean log-sum-exp {merged.lse.mean():.4f} nats",
+        f"mean weight of the largest state {largest:.4f}",
+        "rows of no state 0 of 12 (0.0%)",
+    ):
+        assert line in shown_lines(out), out
+
+
+@pytest.mark.parametrize("change", [{"M": 0}, {"S": 0, "seq_lens": np.zeros(3, int)}])
+def test_run_flash_decoding_on_nothing(run, tmp_path, change):
+    np.savez(tmp_path / "in.npz", **cache_arrays(**change))
+    assert run("run", "flash_decoding", "--input", "in.npz", "--output", "out.npz")[0] == 0
+    assert run("run", "flash_decoding_chunk", "--input", "in.npz", "--output", "parts.npz")[0] == 0
+    assert run("run", "flash_decoding_reduce", "--input", "parts.npz", "--output", "again.npz")[0] == 0
+    for name in ("out.npz", "again.npz"):
+        output = np.load(tmp_path / name)["output"]
+        assert output.shape[1:] == (4, 8) and (output == 0).all()
+
+
 def routing_arrays(T=40, d=6, E=4, k=2):
     """Arrays of a dispatch, by name: more tokens ask for a low expert than for a high one."""
     random = np.random.default_rng(0)
@@ -761,6 +951,13 @@ def test_run_on_no_tokens(run, tmp_path):
         ),
         (("biencoder_attention", "--input", "routing.npz"), "holds no array named query (it holds: "),
         (("biencoder_attention", "--input", "contexts.npz"), "biencoder_attention: context_keys: expected heads"),
+        (("flash_decoding", "--input", "contexts.npz"), "holds no array named k_cache (it holds: "),
+        (("flash_decoding", "--input", "caches.npz"), "flash_decoding: seq_lens: expected"),
+        (("flash_decoding_chunk", "--input", "caches.npz", "--chunk-size", "0"), "flash_decoding_chunk: chunk_size: "),
+        (("flash_decoding_reduce", "--input", "caches.npz"), "holds no array named partials (it holds: "),
+        (("flash_decoding_reduce", "--input", "good.npy"), "good.npy: holds no array named seq_lens (it holds: "),
+        (("merge_attention_states", "--input", "states.npz"), "merge_attention_states: lses: expected"),
+        (("merge_attention_states", "--input", "states.npz", "--chunk-size", "8"), "unrecognized arguments: --chunk"),
         (("sparse_moe_combine", "--input", "routing.npz"), "holds no array named expert_outputs (it holds: input, "),
     ],
 )
@@ -779,6 +976,8 @@ def test_run_refuses(refused, tmp_path, words, message):
     routing = routing_arrays()
     np.savez(tmp_path / "routing.npz", **{**routing, "top_k_indices": routing["top_k_indices"].astype(np.int16)})
     np.savez(tmp_path / "contexts.npz", **{**context_arrays(), "context_keys": np.zeros((2, 3, 20, 8), np.float32)})
+    np.savez(tmp_path / "caches.npz", **cache_arrays(seq_lens=np.zeros(3, np.float32)))
+    np.savez(tmp_path / "states.npz", outs=np.zeros((2, 3, 4), np.float32), lses=np.zeros((3, 2), np.float32))
     np.savez(tmp_path / "memory.npz", **{name: array for name, array in update.items() if name != "x"})
     assert message in refused("run", *words, "--output", "out.npz")
     assert not (tmp_path / "out.npz").exists()
@@ -855,6 +1054,10 @@ def test_plan_refuses(refused, words, message):
         ("batched_cifg_update", {"batch_size": 2, "d_model": 5, "input_dim": 6, "shared_memory_mode": True}),
         ("sparse_moe_dispatch", {"batch_size": 1024, "d_model": 512, "num_experts": 4, "expert_capacity": 700}),
         ("sparse_moe_combine", {"batch_size": 1024, "d_model": 512, "num_experts": 4, "top_k": 3}),
+        ("flash_decoding", {"batch_size": 8, "num_heads": 32, "key_heads": 8, "seq_len": 4096, "d_head": 128}),
+        ("flash_decoding_chunk", {"batch_size": 1, "num_heads": 8, "seq_len": 100, "d_head": 64, "chunk_size": 16}),
+        ("flash_decoding_reduce", {"batch_size": 64, "num_heads": 32, "max_chunks": 128, "d_head": 128}),
+        ("merge_attention_states", {"num_states": 2, "batch_size": 64, "d_head": 128, "dtype": "float16"}),
     ],
 )
 def test_plan(run, operation, dims):

@@ -185,3 +185,66 @@ def test_2_to_the_28_queries():
     for part in flat[:whole].view(-1, period * dims).split(2**22):
         assert torch.allclose(part, answer.view(1, -1).expand_as(part), rtol=2e-3, atol=1e-4)
     assert torch.allclose(flat[whole:], answer[: rows - whole], rtol=2e-3, atol=1e-4)
+
+
+def test_partials_and_results_past_2_to_the_31_elements():
+    """tokens * heads * dims overflowed 32 bits in a merge: vllm-project/vllm#45500. 16.3 GiB in, 16 GiB out."""
+    needs(36)
+    M, H, D, period = 1_048_580, 32, 128, 251
+    partials = torch.empty((M, H, 1, D + 2), device="cuda")
+    numbers = (torch.arange(M, device="cuda") % period).float()
+    partials[..., :D] = 2 * numbers.view(M, 1, 1, 1)
+    partials[..., D], partials[..., D + 1] = 3, 2
+    out = torch.full((M, H, D), torch.nan, device="cuda")
+    lengths, errors = torch.ones(M, dtype=torch.int32, device="cuda"), burt_numba.ErrorBuffer()
+    burt_numba.flash_decoding_reduce(partials, lengths, out=out, errors=errors)
+    for part, expected in zip(out.split(65_536), numbers.split(65_536), strict=True):
+        assert torch.equal(part, expected.view(-1, 1, 1).expand_as(part))
+    partials[M - 2, H - 1, 0, 5] = torch.nan
+    burt_numba.flash_decoding_reduce(partials, lengths, out=out, errors=errors)
+    torch.cuda.synchronize()
+    assert (errors.counts, errors.first_index) == ({1: 1}, ((M - 2) * H + H - 1) * (D + 2) + 5)
+    assert out[M - 2, H - 1, 5].item() == 0
+
+
+@pytest.mark.parametrize(("keys", "dims"), [(2**23 + 5, 256), (2**26 + 5, 33)])
+def test_caches_past_2_to_the_31_elements(keys, dims):
+    """An offset of 32 bits wraps within one head. 4.3 GiB of keys, 4.3 GiB of values, or more."""
+    needs(14)
+    cache, values = (torch.zeros((1, 1, keys, dims), dtype=torch.float16, device="cuda") for _ in range(2))
+    places = torch.tensor([0, 2**31 // dims - 1, 2**31 // dims, 2**31 // dims + 1, keys - 1], device="cuda")
+    cache[0, 0, places, 0] = torch.tensor([60.0, 59.0, 58.5, 61.0, 60.5], device="cuda").half()
+    values[0, 0, places] = torch.randn((5, dims), device="cuda").half()
+    query = torch.zeros((1, 2, dims), dtype=torch.float16, device="cuda")
+    query[0, :, 0] = torch.tensor([1.0, 0.9])
+    lengths, errors = torch.tensor([keys], device="cuda"), burt_numba.ErrorBuffer()
+    # The others are 45 below the best: all of them together carry less than 1e-11 of the weight.
+    expected = reference.flash_decoding(
+        *(array.cpu().numpy() for array in (query, cache[:, :, places], values[:, :, places])), np.array([5]), 1.0
+    )
+    for chunk_size in (None, 1000):
+        out = burt_numba.flash_decoding(query, cache, values, lengths, 1.0, chunk_size=chunk_size, errors=errors)
+        torch.cuda.synchronize()
+        assert relative_error(out, expected.output) <= 2e-3
+        assert errors.counts == {}
+    cache[0, 0, keys - 1, 1] = torch.nan
+    burt_numba.flash_decoding(query, cache, values, lengths, 1.0, errors=errors)
+    torch.cuda.synchronize()
+    assert (errors.counts, errors.first_index) == ({1: 1}, (keys - 1) * dims + 1)
+
+
+def test_partials_past_2_to_the_31_elements_of_one_call():
+    """flash_decoding_chunk writes 2^31 and more: 8.6 GiB of partials, of keys that lie on one another."""
+    needs(12)
+    keys, dims = 2**26 + 3, 32
+    cache = torch.randn((1, 1, 64, dims), device="cuda")
+    one = cache[:, :, :1].expand(1, 1, keys, dims)
+    query, lengths = torch.ones((1, 1, dims), device="cuda"), torch.tensor([keys], device="cuda")
+    errors = burt_numba.ErrorBuffer()
+    partials = burt_numba.flash_decoding_chunk(query, one, one, lengths, 1, errors=errors)
+    torch.cuda.synchronize()
+    row = partials[0, 0, 0]
+    assert torch.allclose(row[:dims], cache[0, 0, 0], rtol=1e-6) and row[dims + 1].item() == 1
+    for part in partials[0, 0].split(2**22):
+        assert torch.equal(part, row.expand_as(part))
+    assert errors.counts == {}

@@ -208,6 +208,50 @@ def test_bytes_of_biencoder_attention(dtype, item, key_heads):
     assert attention.flops(2, 8, 100, 65, 64) == 2 * (2 * 8 * 100 * 65 * 64) * 2
 
 
+CACHES = {"batch_size": 3, "num_heads": 8, "seq_len": 100, "d_head": 64}
+PARTIALS = {"batch_size": 64, "num_heads": 32, "max_chunks": 128, "d_head": 128}
+STATES = {"num_states": 3, "batch_size": 40, "d_head": 64}
+
+
+@pytest.mark.parametrize("max_chunks", [0, 1, 5000])
+def test_documented_flash_decoding_reduce(max_chunks):
+    """Grid (heads, batch), a warp, no shared memory; the other functions have no documented launch."""
+    documented = plan("flash_decoding_reduce", **PARTIALS | {"max_chunks": max_chunks}).documented
+    assert documented.kernel == "flash_decoding_reduce_kernel"
+    assert (documented.grid, documented.block, documented.shared_bytes) == ((32, 64), 32, 0)
+    for name, dims in (
+        ("flash_decoding", CACHES),
+        ("flash_decoding_chunk", CACHES),
+        ("merge_attention_states", STATES),
+    ):
+        assert plan(name, **dims).documented is None
+
+
+@pytest.mark.parametrize(("dtype", "item"), [("float32", 4), ("float16", 2)])
+@pytest.mark.parametrize("key_heads", [8, 2])
+def test_bytes_of_flash_decoding(dtype, item, key_heads):
+    """Caches and queries read once; what is left for the second step is neither input nor output."""
+    for name, output in (("flash_decoding", 3 * 8 * 64 * item), ("flash_decoding_chunk", 3 * 8 * 4 * 66 * 4)):
+        planned = plan(name, **CACHES, key_heads=key_heads, dtype=dtype, chunk_size=32)
+        assert planned.input_bytes == 3 * (8 + 2 * key_heads * 100) * 64 * item
+        assert planned.output_bytes == output
+        assert planned.temporary_bytes == (3 * 8 * 4 * 66 * 4 if name == "flash_decoding" else 0)
+    decoding = import_module("burt_numba.flash_decoding")
+    assert decoding.bytes_moved(3, 8, 100, 64, item, key_heads) == 3 * (16 + 2 * key_heads * 100) * 64 * item
+    assert decoding.flops(3, 8, 100, 64) == 2 * (2 * 3 * 8 * 100 * 64)
+
+
+def test_bytes_of_merging():
+    reduction = import_module("burt_numba.flash_decoding_reduce")
+    planned = plan("flash_decoding_reduce", **PARTIALS)
+    assert (planned.input_bytes, planned.output_bytes) == (64 * 32 * 128 * 130 * 4, 64 * 32 * 128 * 4)
+    assert reduction.bytes_moved(64, 32, 128, 128) == planned.input_bytes + planned.output_bytes
+    assert reduction.flops(64, 32, 128, 128) == 2 * 64 * 32 * 128 * 129
+    for dtype, item in (("float32", 4), ("float16", 2)):
+        planned = plan("merge_attention_states", **STATES, dtype=dtype)
+        assert (planned.input_bytes, planned.output_bytes) == (3 * 40 * (64 * item + 4), 40 * 64 * item)
+
+
 def test_large_sizes_take_no_time():
     planned = plan("attention_softmax", batch_size=64, num_heads=64, seq_len=1 << 20, causal=True)
     assert planned.output_bytes == 64 * 64 * 4 << 40
@@ -414,6 +458,80 @@ def test_planned_launches_of_biencoder_attention_are_made(monkeypatch, recorded,
             assert len(planned) == (queries > 0)
 
 
+@pytest.fixture
+def decoded(monkeypatch, recorded):
+    """The launches of a function of flash decoding over packed arrays."""
+    for module, names in (
+        ("flash_decoding", ("_DECODE_OPERATION", "_CHUNK_OPERATION")),
+        ("flash_decoding_reduce", ("_REDUCE_OPERATION", "_MERGE_OPERATION")),
+    ):
+        for name in names:
+            monkeypatch.setattr(getattr(import_module(f"burt_numba.{module}"), name), "_calls", {})
+
+    def call(function, *arrays, **options):
+        recorded.clear()
+        getattr(burt_numba, function)(*arrays, **options)
+        return list(recorded)
+
+    return call
+
+
+@pytest.mark.simulator_only("launches are recorded in the simulator, which stands for 9.0 and 4 multiprocessors")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("d_head", [1, 8, 64, 100, 128, 256])
+def test_planned_launches_of_flash_decoding_are_made(decoded, dtype, d_head):
+    for batch, heads, key_heads in ((0, 4, 4), (1, 4, 4), (2, 12, 4), (3, 9, 1), (200, 64, 4)):
+        for keys in (0, 1, 32, 33, 100, 5000, 10**6):
+            dims = {"batch_size": batch, "num_heads": heads, "key_heads": key_heads, "seq_len": keys, "d_head": d_head}
+            # Never touched, so that a large cache is a range of addresses and no more.
+            arrays = [np.empty((batch, heads, d_head), dtype)]
+            arrays += [np.broadcast_to(np.zeros((), dtype), (batch, key_heads, keys, d_head))] * 2
+            if batch * keys * d_head < 10**7:
+                arrays[1:] = [np.empty(arrays[1].shape, dtype) for _ in range(2)]
+            lengths = np.zeros(batch, np.int32)
+            for chunk_size in (None, 16, 200):
+                if chunk_size is not None and keys > 5000:
+                    continue  # a workspace of many gigabytes
+                given = {} if chunk_size is None else {"chunk_size": chunk_size}
+                planned = planned_launches("flash_decoding", **dims, **given, dtype=dtype, multiprocessors=4)
+                assert planned == decoded("flash_decoding", *arrays, lengths, **given), (dims, given)
+                planned = planned_launches("flash_decoding_chunk", **dims, **given, dtype=dtype)
+                if keys <= 5000:
+                    assert planned == decoded("flash_decoding_chunk", *arrays, lengths, **given), (dims, given)
+
+
+@pytest.mark.simulator_only("launches are recorded in the simulator, which stands for compute capability 9.0")
+@pytest.mark.parametrize("d_head", [1, 8, 128, 129, 256])
+def test_planned_launches_of_merging_are_made(decoded, d_head):
+    for rows in (0, 1, 3, 70):
+        for states in (0, 1, 2, 3, 8, 9, 256, 257, 70_000):
+            partials = np.broadcast_to(np.float32(0), (rows, 2, states, d_head + 2))
+            dims = {"batch_size": rows, "num_heads": 2, "max_chunks": states, "d_head": d_head}
+            launches = decoded("flash_decoding_reduce", partials, np.zeros(rows, np.int32))
+            assert planned_launches("flash_decoding_reduce", **dims) == launches, dims
+            for dtype in ("float32", "float16"):
+                outs = np.broadcast_to(np.zeros((), dtype), (states, rows, d_head))
+                dims = {"num_states": states, "batch_size": rows, "d_head": d_head, "dtype": dtype}
+                launches = decoded("merge_attention_states", outs, np.zeros((states, rows), np.float32))
+                assert planned_launches("merge_attention_states", **dims) == launches, dims
+
+
+@pytest.mark.simulator_only("launches are recorded in the simulator, which stands for 9.0 and 4 multiprocessors")
+def test_planned_launches_of_flash_decoding_of_more_than_one_takes(monkeypatch, decoded):
+    """Rows past those of a launch, and blocks past those of a grid, go to a further launch."""
+    rows = rows_module.MOST_ROWS + 1
+    dims = {"batch_size": rows, "num_heads": 1, "max_chunks": 1, "d_head": 1}
+    lengths = np.broadcast_to(np.int32(1), (rows,))
+    launches = decoded("flash_decoding_reduce", np.broadcast_to(np.float32(0), (rows, 1, 1, 3)), lengths)
+    assert planned_launches("flash_decoding_reduce", **dims) == launches
+    monkeypatch.setattr(import_module("burt_numba.flash_decoding"), "MOST_BLOCKS", 7)
+    dims = {"batch_size": 5, "num_heads": 2, "seq_len": 100, "d_head": 8, "chunk_size": 40}
+    arrays = [np.zeros(shape, np.float32) for shape in ((5, 2, 8), (5, 2, 100, 8), (5, 2, 100, 8))]
+    for name in ("flash_decoding", "flash_decoding_chunk"):
+        launches = decoded(name, *arrays, np.zeros(5, np.int32), chunk_size=40)
+        assert len(launches) > 2 and planned_launches(name, **dims) == launches
+
+
 @pytest.mark.parametrize(
     ("dims", "capability", "cluster", "group"),
     [
@@ -467,8 +585,8 @@ def test_what_a_plan_prints():
 EXPERTS = {"batch_size": 3, "d_model": 4, "num_experts": 2}
 ATTENTION = {"batch_size": 1, "num_heads": 2, "seq_len": 3}
 NAMES = (
-    "attention_softmax, batched_cifg_update, biencoder_attention, cifg_update, constrained_softmax, "
-    "sparse_moe_combine, sparse_moe_dispatch"
+    "attention_softmax, batched_cifg_update, biencoder_attention, cifg_update, constrained_softmax, flash_decoding, "
+    "flash_decoding_chunk, flash_decoding_reduce, merge_attention_states, sparse_moe_combine, sparse_moe_dispatch"
 )
 REFUSALS = [
     ("softmax", {}, f"plan: name: expected one of {NAMES}, got 'softmax'"),
@@ -568,6 +686,34 @@ REFUSALS = [
         f"plan: biencoder_attention: batch_size * num_heads: expected at most 2**30, got {2**31}",
     ),
     ("biencoder_attention", {**CONTEXTS, "seq_len": 3}, "plan: biencoder_attention: unexpected seq_len"),
+    ("flash_decoding", {"batch_size": 3}, "plan: flash_decoding: num_heads is missing"),
+    (
+        "flash_decoding",
+        {**CACHES, "key_heads": 3},
+        "plan: flash_decoding: key_heads: expected a divisor of 8, got 3",
+    ),
+    ("flash_decoding", {**CACHES, "d_head": 257}, "plan: flash_decoding: d_head: expected at most 256, got 257"),
+    (
+        "flash_decoding_chunk",
+        {**CACHES, "chunk_size": 0},
+        "plan: flash_decoding_chunk: chunk_size: expected an integer of at least 1, got 0",
+    ),
+    (
+        "flash_decoding_chunk",
+        {**CACHES, "multiprocessors": 4},
+        "plan: flash_decoding_chunk: unexpected multiprocessors",
+    ),
+    (
+        "flash_decoding_reduce",
+        {**PARTIALS, "max_chunks": 2**30 + 1},
+        f"plan: flash_decoding_reduce: max_chunks: expected at most 2**30, got {2**30 + 1}",
+    ),
+    ("flash_decoding_reduce", {**PARTIALS, "dtype": "float16"}, "plan: flash_decoding_reduce: unexpected dtype"),
+    (
+        "merge_attention_states",
+        {**STATES, "dtype": "int8"},
+        "plan: merge_attention_states: dtype: expected float32 or float16, got int8",
+    ),
 ]
 
 

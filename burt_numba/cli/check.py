@@ -49,6 +49,28 @@ _COLD = 0.1
 _ENTROPY_ROUNDING = 5e-6
 _ENTROPY_OF_EXACT_SCORES = 2e-4
 
+# M, H, Hk, S, D and the size of a chunk, 0 where it is chosen: one key, grouped heads, several chunks.
+_CACHE_SIZES: tuple[tuple[int, ...], ...] = ((1, 1, 1, 1, 1, 1), (3, 4, 2, 40, 8, 0), (1, 3, 1, 33, 33, 16))
+_CACHE_SIZES_GPU = (
+    (4, 32, 32, 4096, 128, 0),
+    (1, 32, 32, 4096, 128, 0),
+    (2, 32, 8, 8192, 128, 0),
+    (3, 6, 2, 1001, 256, 32),
+    (5, 2, 1, 500, 100, 100),
+)
+# M, H, N and D; chunks of 32.
+_PARTIALS_SIZES: tuple[tuple[int, ...], ...] = ((1, 1, 1, 1), (3, 2, 5, 33), (2, 2, 40, 8))
+_PARTIALS_SIZES_GPU = ((64, 32, 128, 128), (1, 32, 32, 128), (7, 5, 1000, 255))
+# N, rows and D.
+_STATES_SIZES: tuple[tuple[int, ...], ...] = ((1, 1, 1), (3, 4, 33), (9, 2, 128))
+_STATES_SIZES_GPU = ((2, 2048, 128), (8, 100_000, 100))
+# Relative; of float32 twice that of a softmax, since there are two products.
+_CACHE_LIMITS = {"float32": 1e-5, "float16": 2e-3}
+# Of partials: elements, maxima and sums, each in a norm of its own.
+_PARTS = (slice(None, -2), -2, -1)
+# Of a log-sum-exp: in nats, and relative to it.
+_LSE_LIMIT, _LSE_LIMIT_RELATIVE = 1e-5, 1e-5
+
 # d and n; B before them.
 _SPECTRAL_BOUND = 0.95
 # Relative, over the bound: what is promised where the iteration converges.
@@ -75,7 +97,8 @@ class Outcome:
     error: float
     """Relative error in norm."""
     bound_held: bool | None
-    """None where the function has no bound. Of a dispatch: each choice is in its place, within the capacity."""
+    """None where the function has no bound. Of a dispatch: each choice is in its place, within the capacity. Of flash
+    decoding: the log-sum-exp is right, and chunks without a key are marked as such."""
     events: int
     """What the function recorded."""
     events_expected: bool
@@ -97,8 +120,10 @@ def relative_error(result: np.ndarray, expected: np.ndarray) -> float:
     """‖result − expected‖ / ‖expected‖; a value that is not finite gives infinity."""
     if not np.isfinite(result).all():
         return float("inf")
-    distance = float(np.linalg.norm((result - expected).ravel()))
-    return distance / float(np.linalg.norm(expected.ravel())) if distance else 0.0
+    distance, size = (float(np.linalg.norm(array.ravel())) for array in (result - expected, expected))
+    if not distance:
+        return 0.0
+    return distance / size if size else float("inf")
 
 
 def _timed(function: Callable[..., Any], simulated: bool, *arguments: Any, **options: Any) -> tuple[Any, Any, float]:
@@ -234,6 +259,94 @@ def _biencoder_attention(sizes: tuple[int, ...], dtype: str, variant: str, simul
         events_expected=_same_events(errors, events),
         seconds=seconds,
     )
+
+
+def _some_lengths(sequences: int, most: int) -> np.ndarray:
+    """[M] any lengths; of several, one is 0 and one past the end, which is clamped."""
+    lengths = np.random.default_rng(most).integers(-(-most // 2), most, sequences, np.int32, endpoint=True)
+    lengths[1:2] = 0
+    lengths[2:3] = most + 1
+    return lengths
+
+
+def _same_sums(lse: np.ndarray, expected: np.ndarray) -> bool:
+    """-inf in the same places, and close elsewhere."""
+    there = np.isfinite(expected)
+    distance = np.abs(lse[there] - expected[there])
+    close = distance <= _LSE_LIMIT + _LSE_LIMIT_RELATIVE * np.abs(expected[there])
+    return bool(close.all() and (np.isneginf(lse) == ~there).all())
+
+
+def _attention_states(
+    function: str, arrays: Sequence[np.ndarray], simulated: bool, rows: tuple[int, ...], **options: Any
+) -> Outcome:
+    """A function that gives a result and its log-sum-exp."""
+    import burt_numba
+    from burt_numba import reference
+
+    lse = np.full(rows, np.nan, dtype=np.float32)
+    result, errors, seconds = _timed(getattr(burt_numba, function), simulated, *arrays, lse_out=lse, **options)
+    expected = getattr(reference, function)(*arrays, **options)
+    return Outcome(
+        error=relative_error(result, expected.output),
+        bound_held=_same_sums(lse, expected.lse),
+        events=sum(errors.counts.values()),
+        events_expected=_same_events(errors, expected.counts),
+        seconds=seconds,
+    )
+
+
+def _caches(sizes: tuple[int, ...], dtype: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    M, H, Hk, S, D, _ = sizes
+    rng = np.random.default_rng(S)
+    query = (2 * rng.standard_normal((M, H, D), np.float32)).astype(dtype)
+    keys, values = ((size * rng.standard_normal((M, Hk, S, D), np.float32)).astype(dtype) for size in (2, 1))
+    return query, keys, values, _some_lengths(M, S)
+
+
+def _flash_decoding(sizes: tuple[int, ...], dtype: str, simulated: bool) -> Outcome:
+    arrays = _caches(sizes, dtype)
+    return _attention_states("flash_decoding", arrays, simulated, sizes[:2], chunk_size=sizes[5] or None)
+
+
+def _flash_decoding_chunk(sizes: tuple[int, ...], dtype: str, simulated: bool) -> Outcome:
+    import burt_numba
+    from burt_numba import reference
+
+    arrays, chunk_size = _caches(sizes, dtype), sizes[5] or burt_numba.FLASH_DECODE_CHUNK_SIZE
+    result, errors, seconds = _timed(burt_numba.flash_decoding_chunk, simulated, *arrays, chunk_size)
+    expected = reference.flash_decoding_chunk(*arrays, chunk_size)
+    empty = np.isneginf(expected.partials[..., -2])
+    # No number says that there is no key but a sum of 0 and a maximum this low.
+    marked = bool(((result[empty][:, -2] <= reference.DEAD_MAX) & (result[empty][:, -1] == 0)).all())
+    return Outcome(
+        error=max(relative_error(result[~empty][:, part], expected.partials[~empty][:, part]) for part in _PARTS),
+        bound_held=marked,
+        events=sum(errors.counts.values()),
+        events_expected=_same_events(errors, expected.counts),
+        seconds=seconds,
+    )
+
+
+def _flash_decoding_reduce(sizes: tuple[int, ...], dtype: str, simulated: bool) -> Outcome:
+    M, H, N, D = sizes
+    rng = np.random.default_rng(N)
+    partials = rng.standard_normal((M, H, N, D + 2), np.float32)
+    partials[..., -2] *= 3
+    partials[..., -1] = rng.uniform(1, 32, (M, H, N))
+    # A chunk without keys, whatever it holds, where there are others.
+    partials[:, :, 3:4] = np.nan
+    partials[:, :, 3:4, -2] = -np.inf
+    arrays = partials, _some_lengths(M, 32 * N)
+    return _attention_states("flash_decoding_reduce", arrays, simulated, (M, H))
+
+
+def _merge_attention_states(sizes: tuple[int, ...], dtype: str, simulated: bool) -> Outcome:
+    N, rows, D = sizes
+    rng = np.random.default_rng(N)
+    outs, lses = rng.standard_normal((N, rows, D), np.float32).astype(dtype), rng.standard_normal((N, rows), np.float32)
+    lses[1:2, :1] = -np.inf
+    return _attention_states("merge_attention_states", (outs, 3 * lses), simulated, (rows,))
 
 
 def _memory_inputs(sizes: tuple[int, ...], batch: tuple[int, ...], written: float, shared: bool) -> tuple[Any, ...]:
@@ -373,6 +486,18 @@ def _biencoder_attention_cases(simulated: bool) -> Iterator[Case]:
         yield Case("biencoder_attention", f"{_size(size)} {variant}", dtype, compute, limit)
 
 
+def _flash_cases(
+    operation: str,
+    check: Callable[..., Outcome],
+    sizes: tuple[tuple[int, ...], ...],
+    on_gpu: tuple[tuple[int, ...], ...],
+    limits: Mapping[str, float],
+    simulated: bool,
+) -> Iterator[Case]:
+    for size, dtype in itertools.product(sizes + (() if simulated else on_gpu), limits):
+        yield Case(operation, _size(size), dtype, partial(check, size, dtype, simulated), limits[dtype])
+
+
 def _cifg_update_cases(simulated: bool) -> Iterator[Case]:
     sizes = _MEMORY_SIZES + (() if simulated else _MEMORY_SIZES_GPU)
     for size, variant in (*itertools.product(sizes, _MEMORY_VARIANTS), _ONE_MEMORY):
@@ -397,6 +522,29 @@ _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
     "constrained_softmax": _constrained_softmax_cases,
     "attention_softmax": _attention_softmax_cases,
     "biencoder_attention": _biencoder_attention_cases,
+    "flash_decoding": partial(
+        _flash_cases, "flash_decoding", _flash_decoding, _CACHE_SIZES, _CACHE_SIZES_GPU, _CACHE_LIMITS
+    ),
+    "flash_decoding_chunk": partial(
+        _flash_cases,
+        "flash_decoding_chunk",
+        _flash_decoding_chunk,
+        _CACHE_SIZES,
+        _CACHE_SIZES_GPU,
+        # Partials are of float32, whatever the caches are of.
+        dict.fromkeys(_CACHE_LIMITS, _CACHE_LIMITS["float32"]),
+    ),
+    "flash_decoding_reduce": partial(
+        _flash_cases,
+        "flash_decoding_reduce",
+        _flash_decoding_reduce,
+        _PARTIALS_SIZES,
+        _PARTIALS_SIZES_GPU,
+        {"float32": _ERROR_LIMITS["float32"]},
+    ),
+    "merge_attention_states": partial(
+        _flash_cases, "merge_attention_states", _merge_attention_states, _STATES_SIZES, _STATES_SIZES_GPU, _ERROR_LIMITS
+    ),
     "cifg_update": _cifg_update_cases,
     "batched_cifg_update": _batched_cifg_update_cases,
     "sparse_moe_dispatch": partial(_routing_cases, "sparse_moe_dispatch", _sparse_moe_dispatch),

@@ -19,6 +19,10 @@ OPERATIONS = (
     "constrained_softmax",
     "attention_softmax",
     "biencoder_attention",
+    "flash_decoding",
+    "flash_decoding_chunk",
+    "flash_decoding_reduce",
+    "merge_attention_states",
     "cifg_update",
     "batched_cifg_update",
     "sparse_moe_dispatch",
@@ -77,6 +81,32 @@ def _run_biencoder_attention(arguments: argparse.Namespace) -> int:
         max_iterations=arguments.max_iterations,
         precision=arguments.precision,
     )
+
+
+def _run_flash_decoding(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_flash_decoding
+
+    return run_flash_decoding(arguments.input, arguments.output, scale=arguments.scale, chunk_size=arguments.chunk_size)
+
+
+def _run_flash_decoding_chunk(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_flash_decoding_chunk
+
+    return run_flash_decoding_chunk(
+        arguments.input, arguments.output, scale=arguments.scale, chunk_size=arguments.chunk_size
+    )
+
+
+def _run_flash_decoding_reduce(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_flash_decoding_reduce
+
+    return run_flash_decoding_reduce(arguments.input, arguments.output, chunk_size=arguments.chunk_size)
+
+
+def _run_merge(arguments: argparse.Namespace) -> int:
+    from burt_numba.cli.run import run_merge
+
+    return run_merge(arguments.input, arguments.output)
 
 
 def _run_memory(arguments: argparse.Namespace) -> int:
@@ -162,6 +192,21 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "--causal-offset", type=int, default=None, metavar="N", help="default 0; needed when Q and K differ"
     )
 
+    caches = "query [M,H,D], k_cache and v_cache [M,Hk,S,D], seq_lens [M]"
+    decoding = add("flash_decoding", caches, _run_flash_decoding)
+    chunks = add("flash_decoding_chunk", caches, _run_flash_decoding_chunk)
+    reduction = add("flash_decoding_reduce", "partials [M,H,N,D+2], seq_lens [M]", _run_flash_decoding_reduce)
+    add("merge_attention_states", "outs [N,...,D], lses [N,...]", _run_merge)
+    for parser in (decoding, chunks):
+        parser.add_argument(
+            "--scale", type=float, default=None, metavar="X", help="of the dot products, default 1 / sqrt(D)"
+        )
+    decoding.add_argument(
+        "--chunk-size", type=int, default=None, metavar="N", help="keys of a chunk; chosen to fill the device"
+    )
+    for parser in (chunks, reduction):
+        parser.add_argument("--chunk-size", type=int, default=32, metavar="N", help="keys of a chunk, default 32")
+
     memory = add("cifg_update", "C [d,d], h [d], x [n], W_f [d,d+n], b_f [d]", _run_memory)
     batched = add("batched_cifg_update", "C [B,d,d] or [d,d], H [B,d], X [B,n], W_f [d,d+n], b_f [d]", _run_memory)
     for parser in (memory, batched):
@@ -194,8 +239,8 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="burt-numba",
-        description="Entropy-bounded softmax, attention to retrieved contexts, gated matrix memories and mixtures of "
-        "experts on Numba CUDA.",
+        description="Entropy-bounded softmax, attention to retrieved contexts, flash decoding, gated matrix memories "
+        "and mixtures of experts on Numba CUDA.",
     )
     parser.add_argument("--version", action="version", version=f"burt-numba {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -223,7 +268,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--num-heads --seq-len, and --key-len --masked --causal --causal-offset. "
         "Of biencoder_attention: --batch-size --num-heads --query-len --context-len --d-head, and --key-heads "
         "--precision. "
+        "Of flash_decoding and flash_decoding_chunk: --batch-size --num-heads --seq-len --d-head, and --key-heads "
+        "--chunk-size; of the first --multiprocessors. Of merge_attention_states: --num-states --batch-size --d-head. "
         "Of these: --dtype. "
+        "Of flash_decoding_reduce: --batch-size --num-heads --max-chunks --d-head. "
         "Of cifg_update: --d-model --input-dim (length of [h; x], d + n); of batched_cifg_update: --batch-size and "
         "--shared-memory-mode as well; "
         "of both: --multiprocessors. "

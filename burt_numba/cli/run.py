@@ -233,6 +233,146 @@ def run_biencoder_attention(
     return 0
 
 
+def _largest_weights(lse: np.ndarray, lses: np.ndarray) -> np.ndarray:
+    """Of each row the weight e^(lse_n - lse) of the part that has most; rows of no part left out."""
+    rows = np.isfinite(lse)
+    top = np.where(np.isfinite(lses), lses, -np.inf).max(axis=0, initial=-np.inf)
+    return np.exp(top[rows].astype(np.float64) - lse[rows])
+
+
+def _decoding_rows(attended: np.ndarray, lse: np.ndarray) -> list[tuple[str, str]]:
+    """What decode attention gave, of each head of a sequence."""
+    rows = np.isfinite(lse)
+    return [
+        ("mean log-sum-exp", _mean(lse[rows].astype(np.float64), " nats")),
+        ("mean length of a result", _mean(np.linalg.norm(attended[rows].astype(np.float64), axis=-1))),
+        ("heads without a key", _share(int(np.count_nonzero(~rows)), lse.size)),
+    ]
+
+
+def _mean_length(seq_lens: np.ndarray, most: int) -> str:
+    """Of the keys of a sequence, as clamped; the range of a sequence is what is recorded otherwise."""
+    lengths = np.clip(seq_lens, 0, most)
+    return f"{lengths.mean():.1f} of {most}" if lengths.size else "no sequences"
+
+
+_CACHES = ("query", "k_cache", "v_cache", "seq_lens")
+
+
+def _load_caches(source: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    arrays = load(source, _CACHES[0], required=_CACHES[1:])
+    query, keys, values = (without_float64(name, arrays[name]) for name in _CACHES[:3])
+    return query, keys, values, arrays["seq_lens"]
+
+
+def run_flash_decoding(source: Path, output: Path, *, scale: float | None, chunk_size: int | None) -> int:
+    check_output(output, source)
+    inputs = _load_caches(source)
+
+    driver.choose_target()
+    import burt_numba
+
+    lse = np.empty(inputs[0].shape[:2], dtype=np.float32)
+    errors = burt_numba.ErrorBuffer()
+    with refusals_of("flash_decoding"), progress() as display:
+        display.add_task("flash_decoding", total=None)
+        attended = burt_numba.flash_decoding(*inputs, scale, chunk_size=chunk_size, lse_out=lse, errors=errors)
+    # Without a sequence or a head nothing is written.
+    save(output, {"output": attended, "lse": lse})
+    chunks = "" if chunk_size is None else f", chunks of {chunk_size}"
+    pairs(
+        f"flash_decoding{chunks} → {output}",
+        [
+            ("query", f"{inputs[0].shape} {inputs[0].dtype}"),
+            ("caches", f"{inputs[1].shape} {inputs[1].dtype}"),
+            ("mean length of a sequence", _mean_length(inputs[3], inputs[1].shape[2])),
+            *_decoding_rows(attended, lse),
+            *_event_rows(errors),
+        ],
+    )
+    return 0
+
+
+def run_flash_decoding_chunk(source: Path, output: Path, *, scale: float | None, chunk_size: int) -> int:
+    check_output(output, source)
+    inputs = _load_caches(source)
+
+    driver.choose_target()
+    import burt_numba
+
+    errors = burt_numba.ErrorBuffer()
+    with refusals_of("flash_decoding_chunk"), progress() as display:
+        display.add_task("flash_decoding_chunk", total=None)
+        partials = burt_numba.flash_decoding_chunk(*inputs, chunk_size, scale, errors=errors)
+    save(output, {"partials": partials, "seq_lens": inputs[3]})
+    empty = int(np.count_nonzero(partials[..., -1] == 0))
+    pairs(
+        f"flash_decoding_chunk, chunks of {chunk_size} → {output}",
+        [
+            ("query", f"{inputs[0].shape} {inputs[0].dtype}"),
+            ("caches", f"{inputs[1].shape} {inputs[1].dtype}"),
+            ("mean length of a sequence", _mean_length(inputs[3], inputs[1].shape[2])),
+            ("partials", f"{partials.shape} {partials.dtype}"),
+            ("chunks without a key", _share(empty, int(np.prod(partials.shape[:-1])))),
+            *_event_rows(errors),
+        ],
+    )
+    return 0
+
+
+def run_flash_decoding_reduce(source: Path, output: Path, *, chunk_size: int) -> int:
+    check_output(output, source)
+    arrays = load(source, "partials", required=("seq_lens",))
+    partials, lengths = without_float64("partials", arrays["partials"]), arrays["seq_lens"]
+
+    driver.choose_target()
+    import burt_numba
+
+    lse = np.empty(partials.shape[:2], dtype=np.float32)
+    errors = burt_numba.ErrorBuffer()
+    with refusals_of("flash_decoding_reduce"), progress() as display:
+        display.add_task("flash_decoding_reduce", total=None)
+        reduced = burt_numba.flash_decoding_reduce(partials, lengths, chunk_size, lse_out=lse, errors=errors)
+    save(output, {"output": reduced, "lse": lse})
+    pairs(
+        f"flash_decoding_reduce, chunks of {chunk_size} → {output}",
+        [
+            ("partials", f"{partials.shape} {partials.dtype}"),
+            ("mean length of a sequence", _mean_length(lengths, partials.shape[2] * chunk_size)),
+            *_decoding_rows(reduced, lse),
+            *_event_rows(errors),
+        ],
+    )
+    return 0
+
+
+def run_merge(source: Path, output: Path) -> int:
+    check_output(output, source)
+    arrays = load(source, "outs", required=("lses",))
+    outs, lses = (without_float64(name, arrays[name]) for name in ("outs", "lses"))
+
+    driver.choose_target()
+    import burt_numba
+
+    lse = np.empty(lses.shape[1:], dtype=np.float32)
+    errors = burt_numba.ErrorBuffer()
+    with refusals_of("merge_attention_states"), progress() as display:
+        display.add_task("merge_attention_states", total=None)
+        merged = burt_numba.merge_attention_states(outs, lses, lse_out=lse, errors=errors)
+    save(output, {"output": merged, "lse": lse})
+    pairs(
+        f"merge_attention_states → {output}",
+        [
+            ("outs", f"{outs.shape} {outs.dtype}"),
+            ("mean log-sum-exp", _mean(lse[np.isfinite(lse)].astype(np.float64), " nats")),
+            ("mean weight of the largest state", _mean(_largest_weights(lse, lses))),
+            ("rows of no state", _share(int(np.count_nonzero(~np.isfinite(lse))), lse.size)),
+            *_event_rows(errors),
+        ],
+    )
+    return 0
+
+
 def run_memory(
     operation: str,
     source: Path,

@@ -11,33 +11,55 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.device.entropy import first_beta
 from burt_numba.device.events import DIM_MISMATCH, INF_INPUT, NAN_INPUT, record_bad_elements, record_event
-from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, log, minimum, opaque
+from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, log, minimum, opaque, whole_quotient
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.warp import FULL_MASK, any_lane
 
 HALF_MAX = np.float32(65519.996)
 """The largest float32 number that is rounded to a finite float16."""
+_MOST_INT32 = 2**31 - 1
 _ZERO = np.float32(0.0)
 _NEGLIGIBLE_WEIGHT = np.float32(2.0**-40)
 _NEGLIGIBLE_SUM = np.float32(2.0**-24)
 
 
 @cuda.jit(device=True)
-def context_count(context_lengths, place, words, contexts, sample, reports, errors):
-    """How many contexts a sample has; a length that cannot be is clamped and reported by one thread.
+def length_at(lengths, place, words):
+    """A length: an int32 number, or an int64 as two ``words`` of 32 bits, the lower first."""
+    length = np.int64(lengths[place])
+    if words == 2:
+        length = (np.int64(lengths[place + 1]) << 32) | (length & np.int64(0xFFFFFFFF))
+    return length
 
-    Lengths are int32 numbers, or int64 as two ``words`` of 32 bits, the lower first: one kernel for both.
-    """
+
+@cuda.jit(device=True)
+def context_count(context_lengths, place, words, contexts, sample, reports, errors):
+    """How many contexts a sample has; a length that cannot be is clamped and reported by one thread."""
     if context_lengths.size == 0:
         return np.int32(contexts)
-    length = np.int64(context_lengths[place])
-    if words == 2:
-        length = (np.int64(context_lengths[place + 1]) << 32) | (length & np.int64(0xFFFFFFFF))
+    length = length_at(context_lengths, place, words)
     if length >= 0 and length <= contexts:
         return np.int32(length)
     if reports:
         record_event(errors, DIM_MISMATCH, 1, sample)
     return np.int32(0) if length < 0 else np.int32(contexts)
+
+
+@cuda.jit(device=True)
+def chunk_count(seq_lens, place, words, chunk_size, max_chunks, sample, reports, errors):
+    """How many chunks a sequence has; a length that is negative or has more is clamped and reported by one thread.
+
+    ``chunk_size`` is below 2**31, ``max_chunks`` at most 2**30.
+    """
+    length = length_at(seq_lens, place, words)
+    if length < 0 or length > np.int64(max_chunks) * chunk_size:
+        if reports:
+            record_event(errors, DIM_MISMATCH, 1, sample)
+        return np.int32(0) if length < 0 else np.int32(max_chunks)
+    padded = length + chunk_size - 1
+    if padded < _MOST_INT32:
+        return whole_quotient(np.int32(padded), np.int32(chunk_size))
+    return np.int32(padded // chunk_size)
 
 
 @cuda.jit(device=True)
@@ -110,14 +132,19 @@ def finite_result(value, limit, place, errors):
 
 
 @cuda.jit(device=True)
+def write_log_sum(row, row_max, total, lse_out, errors):
+    """One thread writes ln sum exp(score) of a row, whose weights relative to the largest score add up to total."""
+    if lse_out.size > 0:
+        logarithm = NEGATIVE_INFINITY
+        if total > _ZERO:
+            logarithm = finite_result(row_max + log(total), FLOAT32_MAX, row, errors)
+        lse_out[row] = logarithm
+
+
+@cuda.jit(device=True)
 def report_sum(row, row_max, total, temperature_min, temperature_max, lse_out, errors):
     """One thread writes ln sum exp(score / T0) of a row, whose weights at T0 relative to the largest add up to total.
 
     -inf where there is no context; 0, and reported, where it overflows.
     """
-    if lse_out.size > 0:
-        logarithm = NEGATIVE_INFINITY
-        if total > _ZERO:
-            logarithm = row_max * first_beta(temperature_min, temperature_max) + log(total)
-            logarithm = finite_result(logarithm, FLOAT32_MAX, row, errors)
-        lse_out[row] = logarithm
+    write_log_sum(row, row_max * first_beta(temperature_min, temperature_max), total, lse_out, errors)

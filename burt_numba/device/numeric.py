@@ -45,11 +45,11 @@ if SIMULATED:
         return np.float32(np.log(np.float64(x)))
 
     def opaque(number):
-        """The int32 number, of which the compiler knows nothing: what is made from it stays where it is made.
+        """The int32 or float32 number, of which the compiler knows nothing: what is made of it stays where it is made.
 
         For rare paths inside loops, whose addresses would else be kept in registers all along.
         """
-        return np.int32(number)
+        return number if isinstance(number, np.float32) else np.int32(number)
 
     def choose(condition, a, b):
         """One of two float32 values, without a branch and where it stands.
@@ -109,10 +109,13 @@ else:
 
     @intrinsic
     def opaque(typingctx, number):
-        def codegen(context, builder, signature, args):
-            return assembly(builder, ir.IntType(32), args, "mov.b32 $0, $1;", "=r,r")
+        kind = types.float32 if number == types.float32 else types.int32
+        letter = "f" if number == types.float32 else "r"
 
-        return types.int32(types.int32), codegen
+        def codegen(context, builder, signature, args):
+            return assembly(builder, args[0].type, args, "mov.b32 $0, $1;", f"={letter},{letter}")
+
+        return kind(kind), codegen
 
     @intrinsic
     def choose(typingctx, condition, a, b):

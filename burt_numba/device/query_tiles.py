@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.biencoder_launches import HALF, KEY_TILES, ROW_TILES, STRETCH, TILE_ROWS
+from burt_numba.biencoder_launches import HALF, KEY_TILES, ROW_TILES, TILE_ROWS
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import NEGATIVE_INFINITY, opaque
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.score_tiles import score_tiles
+from burt_numba.device.staged_rows import PIECES
 from burt_numba.device.vector import rotate_elements
 from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp
 
@@ -32,6 +33,8 @@ class QueryTiles(NamedTuple):
     """``first_scores(shared, cells, first_key, length, product_limit, dims, buffers, sums, keys, report, errors)``"""
     scores_again: Any
     """``scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums)``"""
+    scores_of_tile: Any
+    """As ``scores_again``, of the 8 keys from ``first_key`` on."""
 
 
 @cuda.jit(device=True)
@@ -78,21 +81,47 @@ def _report_scores(sums, place, first_key, length, product_limit, keys, errors):
         )
 
 
-@cuda.jit(device=True)
-def _zero_overflows(sums, product_limit):
-    for product in range(_PRODUCTS):
-        if not (abs(sums[product]) <= product_limit):
-            sums[product] = _ZERO
+@cache
+def _zero_overflows(products: int):
+    """A function for so many scores of a lane."""
+
+    @cuda.jit(device=True)
+    def zero_overflows(sums, product_limit):
+        for product in range(products):
+            if not (abs(sums[product]) <= product_limit):
+                sums[product] = _ZERO
+
+    return zero_overflows
 
 
-@cuda.jit(device=True)
-def _leave_out_absent(sums, first_key, length):
-    """-inf for what stands beyond the last key."""
-    if first_key + STRETCH > length:
-        for product in range(_PRODUCTS):
-            key = first_key + (product % _TILE_PRODUCTS) // 4 * 8 + (cuda.laneid & 3) * 2 + (product & 1)
-            if key >= length:
-                sums[product] = NEGATIVE_INFINITY
+@cache
+def _leave_out_absent(key_tiles: int):
+    """A function for the scores of so many tiles of keys: -inf for what stands beyond the last key."""
+    tile_products = 4 * key_tiles
+
+    @cuda.jit(device=True)
+    def leave_out_absent(sums, first_key, length):
+        if first_key + 8 * key_tiles > length:
+            for product in range(ROW_TILES * tile_products):
+                key = first_key + (product % tile_products) // 4 * 8 + (cuda.laneid & 3) * 2 + (product & 1)
+                if key >= length:
+                    sums[product] = NEGATIVE_INFINITY
+
+    return leave_out_absent
+
+
+def _scores_again(add_products, key_tiles: int):
+    zero_overflows = _zero_overflows(4 * ROW_TILES * key_tiles)
+    leave_out_absent = _leave_out_absent(key_tiles)
+
+    @cuda.jit(device=True)
+    def scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums):
+        add_products(shared, cells, dims, flawed, buffers, sums)
+        if flawed:
+            zero_overflows(sums, product_limit)
+        leave_out_absent(sums, first_key, length)
+
+    return scores_again
 
 
 @cache
@@ -100,7 +129,12 @@ def query_tiles(kind: int, vector: int) -> QueryTiles:
     """For EXACT, ROUNDED or HALF products, and accesses of ``vector`` elements (1: any strides)."""
     width = 8 if kind == HALF else 4
     chunk = 4 * width
-    load_elements, put_vector, _stage, add_products, _add_values = score_tiles(kind, vector)
+    tiles = score_tiles(kind, vector)
+    start_piece, finish_pieces, put_piece = tiles.start_piece, tiles.finish_pieces, tiles.put_piece
+    add_products = tiles.add_products
+    zero_overflows, leave_out_absent = _zero_overflows(_PRODUCTS), _leave_out_absent(KEY_TILES)
+    scores_again = _scores_again(add_products, KEY_TILES)
+    scores_of_tile = _scores_again(score_tiles(kind, vector, 1).add_products, 1)
 
     @cuda.jit(device=True)
     def put_queries(query, place, valid, dims, shared, first_cell, tile_cells, sign, buffers, flat, errors):
@@ -113,18 +147,25 @@ def query_tiles(kind: int, vector: int) -> QueryTiles:
         while lanes_a_query < 32 and lanes_a_query * width < padded:
             lanes_a_query = np.int32(lanes_a_query << 1)
         lane = np.int32(cuda.laneid)
+        step = np.int32(32 // lanes_a_query)
         row = np.int32(lane // lanes_a_query)
         while row < _WARP_QUERIES:
             dim = np.int32((lane & (lanes_a_query - 1)) * width)
             while dim < padded:
-                last = dims if row < valid else np.int32(0)
-                load_elements(query, start + row * stride, dim_stride, np.int64(dim), last, words, values)
-                for element in range(width):
+                for piece in range(PIECES):
+                    own = np.int32(row + piece * step)
+                    last = dims if own < valid else np.int32(0)
+                    start_piece(query, start + own * stride, dim_stride, np.int64(dim), last, words, values, piece)
+                finish_pieces(query, words, values)
+                for element in range(PIECES * width):
                     bad |= not_finite(values[element])
                     values[element] = finite_or_zero(values[element]) * sign
-                put_vector(values, row & 15, dim, shared, np.int32(first_cell + (row >> 4) * tile_cells))
+                for piece in range(PIECES):
+                    own = np.int32(row + piece * step)
+                    if own < _WARP_QUERIES:
+                        put_piece(values, piece, own & 15, dim, shared, np.int32(first_cell + (own >> 4) * tile_cells))
                 dim = opaque(np.int32(dim + 32 * width))
-            row = opaque(np.int32(row + 32 // lanes_a_query))
+            row = opaque(np.int32(row + PIECES * step))
         if any_lane(bad, FULL_MASK):
             row = np.int32(0)
             while row < valid:
@@ -158,16 +199,9 @@ def query_tiles(kind: int, vector: int) -> QueryTiles:
             adding = any_lane(bad, FULL_MASK) and not flawed
             if flawed:
                 _report_scores(sums, report, first_key, length, product_limit, keys, errors)
-                _zero_overflows(sums, product_limit)
+                zero_overflows(sums, product_limit)
             flawed |= adding
-        _leave_out_absent(sums, first_key, length)
+        leave_out_absent(sums, first_key, length)
         return flawed
 
-    @cuda.jit(device=True)
-    def scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums):
-        add_products(shared, cells, dims, flawed, buffers, sums)
-        if flawed:
-            _zero_overflows(sums, product_limit)
-        _leave_out_absent(sums, first_key, length)
-
-    return QueryTiles(put_queries, first_scores, scores_again)
+    return QueryTiles(put_queries, first_scores, scores_again, scores_of_tile)

@@ -25,11 +25,23 @@ def row_bound(row_bounds, place, entropy_bound, row, reports, errors):
 
 
 @cuda.jit(device=True)
-def report_row(row, beta, entropy, bound, temperature_min, temperature_max, temperature_out, entropy_out, errors):
-    """One thread writes what is wanted about the row, and reports a bound that was out of reach."""
+def write_row(row, beta, entropy, temperature_min, temperature_max, temperature_out, entropy_out):
+    """One thread writes what is wanted about the row."""
     if temperature_out.size > 0:
         temperature_out[row] = temperature_of(beta, temperature_min, temperature_max)
     if entropy_out.size > 0:
         entropy_out[row] = entropy
-    if entropy > bound + UNREACHED_TOLERANCE:
+
+
+@cuda.jit(device=True)
+def is_out_of_reach(entropy, bound):
+    """Whether the lowest temperature leaves more entropy than the bound allows."""
+    return entropy > bound + UNREACHED_TOLERANCE
+
+
+@cuda.jit(device=True)
+def report_row(row, beta, entropy, bound, temperature_min, temperature_max, temperature_out, entropy_out, errors):
+    """One thread writes what is wanted about the row, and reports a bound that was out of reach."""
+    write_row(row, beta, entropy, temperature_min, temperature_max, temperature_out, entropy_out)
+    if is_out_of_reach(entropy, bound):
         record_event(errors, ENTROPY_OVERFLOW, 1, row)

@@ -26,16 +26,17 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import EXACT, FRAGMENT, HALF, KEY_TILES, ROW_TILES, STRETCH, VALUE_DIMS
-from burt_numba.device.async_copies import start_copy
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import choose, maximum, minimum, opaque
+from burt_numba.device.staged_rows import staged_rows
 from burt_numba.device.tensor_cores import cut, halves_beside, multiply_add, pair_of_halves, rounded
-from burt_numba.device.vector import element_at, load_vector, rotate_elements, set_element, unpack_vectors
+from burt_numba.device.vector import load_vector, rotate_elements, set_element, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, shuffle_xor
 
 _ZERO = np.float32(0.0)
 _TILE_WEIGHTS = 4 * KEY_TILES
-_WORDS = 4 * KEY_TILES
+_WORDS = 16
+"""Of values, that a lane has at a time."""
 _CUT_MENDED = np.float32(1 + 0.7213 * 2**-11)
 """What cutting a number to 11 bits takes from it in the mean (with a logarithm that is evenly spread).
 
@@ -55,10 +56,13 @@ def _rounded_query(value):
 class ScoreTiles(NamedTuple):
     """Device functions for one type and one way to access memory."""
 
-    load_elements: Any
-    """``load_elements(array, offset, stride, dim, dims, words, values)``: 16 bytes as numbers; 0 beyond the last."""
-    put_vector: Any
-    """``put_vector(values, query, dim, fragments, cell)``: 16 bytes of one of 16 queries, as tensor cores take them."""
+    start_piece: Any
+    """``start_piece(array, offset, stride, dim, dims, words, values, piece)``: starts to load 16 bytes as one of some
+    pieces, 0 beyond the last element."""
+    finish_pieces: Any
+    """``finish_pieces(array, words, values)``: the pieces are there, as numbers."""
+    put_piece: Any
+    """``put_piece(values, piece, query, dim, fragments, cell)``: one of 16 queries, as tensor cores take them."""
     stage: Any
     """``stage(array, place, dims, pieces, lanes_shift, shared, cell, pitch, buffers)``: a block's threads start to copy
     a stretch of keys or values to shared memory."""
@@ -68,9 +72,29 @@ class ScoreTiles(NamedTuple):
     """``add_values(shared, cell, place, weights, mends, errors, buffers, sums)``: adds weighted values."""
 
 
+def _make_finite(count: int, halves: int):
+    """A function that takes what is not finite out of so many words of ``halves`` numbers."""
+    infinity = np.uint32(0x7C00 if halves == 2 else 0x7F800000)
+    number = np.uint32(0x7FFF if halves == 2 else 0x7FFFFFFF)
+
+    @cuda.jit(device=True)
+    def make_finite(words):
+        for place in range(count):
+            word = words[place]
+            for part in range(halves):
+                if (word >> np.uint32(16 * part)) & infinity == infinity:
+                    word = np.uint32(word & ~(number << np.uint32(16 * part)))
+            words[place] = word
+
+    return make_finite
+
+
 @cache
-def score_tiles(kind: int, vector: int) -> ScoreTiles:
-    """For EXACT, ROUNDED or HALF products, and accesses of ``vector`` elements (1: any strides)."""
+def score_tiles(kind: int, vector: int, key_tiles: int = KEY_TILES) -> ScoreTiles:
+    """For EXACT, ROUNDED or HALF products, and accesses of ``vector`` elements (1: any strides).
+
+    ``key_tiles``: of 8 keys each, of which a warp makes products at a time.
+    """
     half, exact = kind == HALF, kind == EXACT
     width = 8 if half else 4
     halves = 2 if half else 1
@@ -83,104 +107,48 @@ def score_tiles(kind: int, vector: int) -> ScoreTiles:
     number = np.uint32(0x7FFF if half else 0x7FFFFFFF)
     rotate_words = rotate_elements(_WORDS, 4)
     rotate_weights = rotate_elements(_TILE_WEIGHTS, step_weights, ROW_TILES)
-    load, unpack_one = load_vector(width), unpack_vectors(width, 1)
-    unpack_left, unpack_right = unpack_vectors(4, 2), unpack_vectors(4, KEY_TILES)
-
-    if vector > 1:
-
-        @cuda.jit(device=True)
-        def load_elements(array, offset, stride, dim, dims, words, values):
-            if dim < dims:
-                load(array, offset + dim, words, 0)
-                unpack_one(array, words, values)
-            else:
-                for element in range(width):
-                    values[element] = _ZERO
-
-        @cuda.jit(device=True)
-        def stage_piece(array, offset, stride, dim, dims, shared, at, buffers):
-            if dim < dims:
-                start_copy(shared, at, array, offset + dim)
-            else:
-                for cell in range(4):
-                    set_element(shared, at + cell, 0)
-
-    else:
-
-        @cuda.jit(device=True)
-        def load_elements(array, offset, stride, dim, dims, words, values):
-            for element in range(width):
-                value = _ZERO
-                if dim + element < dims:
-                    value = np.float32(element_at(array, offset + (dim + element) * stride))
-                values[element] = value
-
-        @cuda.jit(device=True)
-        def stage_piece(array, offset, stride, dim, dims, shared, at, buffers):
-            words, values = buffers
-            load_elements(array, offset, stride, dim, dims, words, values)
-            for cell in range(4):
-                if half:
-                    set_element(shared, at + cell, pair_of_halves(values[2 * cell], values[2 * cell + 1]))
-                else:
-                    set_element(shared, at + cell, values[cell])
+    unpack_left, unpack_right = unpack_vectors(4, 2), unpack_vectors(4, key_tiles)
+    unpack_values = unpack_vectors(4, 4)
+    make_keys_finite, make_values_finite = _make_finite(4 * key_tiles, halves), _make_finite(_WORDS, halves)
+    start_piece, finish_pieces, stage_rows = staged_rows(half, vector, True)
 
     @cuda.jit(device=True)
     def stage(array, place, dims, pieces, lanes_shift, shared, cell, pitch, buffers):
-        start, stride, dim_stride, first_key, last_key, first_dim = place
-        thread = np.int32(cuda.threadIdx.x)
-        key = np.int32(thread >> lanes_shift)
-        first_piece = np.int32(thread & ((1 << lanes_shift) - 1))
-        step = np.int32(cuda.blockDim.x >> lanes_shift)
-        while key < STRETCH:
-            # Beyond the last key, that one again.
-            offset = start + np.int64(min(np.int32(first_key + key), last_key)) * stride
-            piece = first_piece
-            while piece < pieces:
-                dim = np.int64(first_dim + piece * width)
-                at = np.int64(cell + key * pitch + piece * 4)
-                stage_piece(array, offset, dim_stride, dim, np.int64(dims), shared, at, buffers)
-                piece = opaque(np.int32(piece + (1 << lanes_shift)))
-            key = opaque(np.int32(key + step))
+        thread, threads = np.int32(cuda.threadIdx.x), np.int32(cuda.blockDim.x)
+        stage_rows(array, place, STRETCH, dims, pieces, lanes_shift, thread, threads, shared, cell, pitch, buffers)
 
     @cuda.jit(device=True)
-    def put_vector(values, query, dim, fragments, cell):
+    def put_piece(values, piece, query, dim, fragments, cell):
         word = np.int32(dim // halves)
         cell = np.int32(cell + (word >> 4) * FRAGMENT + ((query & 7) * 4 + ((word >> 2) & 3)) * 4 + (query >> 3))
+        first = piece * width
         for place in range(4):
             at = np.int64(cell + (place >> 1) * (FRAGMENT // 2) + (place & 1) * 2)
             if half:
-                set_element(fragments, at, pair_of_halves(values[2 * place], values[2 * place + 1]))
+                pair = pair_of_halves(values[first + 2 * place], values[first + 2 * place + 1])
+                set_element(fragments, at, pair)
             else:
-                set_element(fragments, at, values[place] if exact else _rounded_query(values[place]))
-
-    @cuda.jit(device=True)
-    def make_finite(words):
-        for place in range(_WORDS):
-            word = words[place]
-            for part in range(halves):
-                if (word >> np.uint32(16 * part)) & infinity == infinity:
-                    word = np.uint32(word & ~(number << np.uint32(16 * part)))
-            words[place] = word
+                value = values[first + place]
+                set_element(fragments, at, value if exact else _rounded_query(value))
 
     @cuda.jit(device=True)
     def add_products(shared, cells, dims, mends, buffers, sums):
         queries, tile_cells, keys, pitch = cells
         words, values, low, left_words, left, left_low, step_sums = buffers
-        for product in range(ROW_TILES * _TILE_WEIGHTS):
+        for product in range(4 * ROW_TILES * key_tiles):
             sums[product] = _ZERO
         query_cell = np.int32(queries + cuda.laneid * 4)
         key_cell = np.int32(keys + (cuda.laneid >> 2) * pitch + (cuda.laneid & 3) * 4)
         dim = np.int32(0)
         while dim < dims:
-            for tile in range(KEY_TILES):
+            for tile in range(key_tiles):
                 _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
             if mends:
-                make_finite(words)
+                make_keys_finite(words)
             if not half:
                 unpack_right(shared, words, values)
                 if exact:
-                    for place in range(_WORDS):
+                    for place in range(4 * key_tiles):
                         cut(values, values, low, place)
             for row_tile in range(ROW_TILES):
                 for step in range(2):
@@ -191,8 +159,8 @@ def score_tiles(kind: int, vector: int) -> ScoreTiles:
                     if exact:
                         for place in range(8):
                             cut(left, left, left_low, place)
-                for tile in range(KEY_TILES):
-                    product = (row_tile * KEY_TILES + tile) * 4
+                for tile in range(key_tiles):
+                    product = (row_tile * key_tiles + tile) * 4
                     if exact:
                         # A tensor core cuts what float32 would round: over many steps that would add up.
                         for place in range(4):
@@ -266,9 +234,9 @@ def score_tiles(kind: int, vector: int) -> ScoreTiles:
             if mends:
                 step_key = np.int32(first_key + step * 2 * step_weights)
                 report_values(words, (value_index, last_key, first_dim, dims), step_key, weights, errors)
-                make_finite(words)
+                make_values_finite(words)
             if not half:
-                unpack_right(shared, words, values)
+                unpack_values(shared, words, values)
             for row_tile in range(ROW_TILES):
                 for cell_of_tile in range(4):
                     at = row_tile * 4 + cell_of_tile
@@ -308,4 +276,4 @@ def score_tiles(kind: int, vector: int) -> ScoreTiles:
             lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
             step = opaque(np.int32(step + 1))
 
-    return ScoreTiles(load_elements, put_vector, stage, add_products, add_values)
+    return ScoreTiles(start_piece, finish_pieces, put_piece, stage, add_products, add_values)

@@ -52,8 +52,9 @@ if SIMULATED:
     @cache
     def unpack_vectors(count: int, vectors: int):
         def unpack(source, words, registers):
+            used = max(count * source.dtype.itemsize // 4, 1)
             for first in range(0, vectors * count, count):
-                registers[first : first + count] = read_elements(words, first, count).view(source.dtype)[:count]
+                registers[first : first + count] = read_elements(words, first, used).view(source.dtype)[:count]
 
         return unpack
 

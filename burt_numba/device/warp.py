@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.device.numeric import maximum
+from burt_numba.device.numeric import choose, maximum
 
 FULL_MASK = 0xFFFFFFFF
 
@@ -114,3 +114,21 @@ def count_lanes(lanes):
 def count_lanes_before(lanes):
     """How many of the lanes come before the calling one."""
     return np.int32(cuda.popc(np.uint32(lanes & cuda.lanemask_lt())))
+
+
+@cuda.jit(device=True)
+def _fold(sums, first, step, lane):
+    """Half of the sums go to the lane that differs in the bit ``step``, which keeps those; both add what they get."""
+    upper = lane & step != 0
+    for place in range(first, first + step):
+        kept = choose(upper, sums[place + step], sums[place])
+        given = choose(upper, sums[place], sums[place + step])
+        sums[place] = kept + shuffle_xor(given, step, FULL_MASK)
+
+
+@cuda.jit(device=True)
+def fold_sums(sums, first, lane):
+    """Of 8 sums, from ``first`` on, that 8 lanes have parts of, each lane gets one whole, in the first place."""
+    _fold(sums, first, 4, lane)
+    _fold(sums, first, 2, lane)
+    _fold(sums, first, 1, lane)

@@ -8,6 +8,7 @@ from burt_numba.kernels.attention_softmax import attention_softmax_kernel
 from burt_numba.kernels.biencoder_attention import biencoder_attention_kernel
 from burt_numba.kernels.cifg import batched_cifg_update_kernel, cifg_projection_kernel, cifg_update_kernel
 from burt_numba.kernels.constrained_softmax import constrained_softmax_kernel
+from burt_numba.kernels.flash_decoding_reduce import flash_decoding_reduce_kernel
 from burt_numba.kernels.moe import sparse_moe_dispatch_kernel
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "cifg_projection_kernel",
     "cifg_update_kernel",
     "constrained_softmax_kernel",
+    "flash_decoding_reduce_kernel",
     "sparse_moe_dispatch_kernel",
 ]

@@ -46,6 +46,7 @@ from burt_numba.device.warp import (
     any_lane,
     count_lanes,
     count_lanes_before,
+    fold_sums,
     lanes_where,
     shuffle,
     shuffle_xor,
@@ -54,16 +55,6 @@ from burt_numba.device.warp import (
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
-
-
-@cuda.jit(device=True)
-def _fold(sums, step, lane):
-    """Half of the sums go to the lane that differs in the bit ``step``, which keeps those; both add what they get."""
-    upper = lane & step != 0
-    for place in range(step):
-        kept = choose(upper, sums[place + step], sums[place])
-        given = choose(upper, sums[place], sums[place + step])
-        sums[place] = kept + shuffle_xor(given, step, FULL_MASK)
 
 
 @cache
@@ -174,9 +165,7 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
             )
             # Unrolled, the loop would keep more keys in flight than there are registers for.
             dim = opaque(np.int32(dim + ROWS_LANES * width))
-        _fold(sums, 4, lane)
-        _fold(sums, 2, lane)
-        _fold(sums, 1, lane)
+        fold_sums(sums, 0, lane)
         score = sums[0] * scale
         is_present = context < length
         if any_lane(is_present and not_finite(score), FULL_MASK):

@@ -5,6 +5,9 @@
                 each at its own temperature, until all are found: two or three
     values      a last pass: weights, and their product with the values
 
+Once at most 32 queries of a block are still searching, those are gathered as two tiles of their own, and all warps
+evaluate them together, each warp 8 keys of each stretch of 32; sums of the warps are added in their order.
+
 Scores are made again in each pass: nothing is kept but sums, whatever the number of contexts. Lane (g = lane / 4,
 t = lane % 4) has the scores of queries g, g + 8, g + 16 and g + 24 with two keys in 8, and looks after query g + 8 t.
 """
@@ -16,27 +19,50 @@ from functools import cache
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.biencoder_launches import FRAGMENT, HALF, KEY_TILES, ROW_TILES, STRETCH, TILE_ROWS, VALUE_DIMS
-from burt_numba.device.async_copies import wait_for_copies
+from burt_numba.biencoder_launches import (
+    FRAGMENT,
+    HALF,
+    KEY_TILES,
+    MOST_TILES_WARPS,
+    ROW_TILES,
+    STRETCH,
+    TILE_ROWS,
+    VALUE_DIMS,
+)
+from burt_numba.device.async_copies import shared_address, wait_for_copies
 from burt_numba.device.attention import HALF_MAX, context_count, report_sum, smallest_weight
 from burt_numba.device.entropy import (
     FEW,
     GAP_RANGE,
     accepted_limits,
+    bend_of,
     entropy_of,
+    entropy_search,
     first_beta,
     last_beta,
     next_beta,
     start_from_few,
     variance_of,
 )
-from burt_numba.device.events import record_bad_elements
+from burt_numba.device.events import ENTROPY_OVERFLOW, record_bad_elements, record_event
 from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, choose, exp2, maximum, minimum, opaque
 from burt_numba.device.query_tiles import query_tiles
-from burt_numba.device.row_bounds import report_row, row_bound
+from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
 from burt_numba.device.score_tiles import score_tiles
-from burt_numba.device.vector import rotate_elements, store_vector
-from burt_numba.device.warp import FULL_MASK, any_lane, shuffle, warp_sum3
+from burt_numba.device.staged_rows import PIECES
+from burt_numba.device.vector import element_at, rotate_elements, set_element, store_vector
+from burt_numba.device.warp import (
+    FULL_MASK,
+    any_lane,
+    count_lanes,
+    count_lanes_before,
+    lanes_where,
+    shuffle,
+    shuffle_xor,
+    warp_min,
+    warp_sum,
+    warp_sum3,
+)
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -44,8 +70,13 @@ _HALF_OF = np.float32(0.5)
 _SLOTS = 2 * ROW_TILES
 """Queries of which a lane has scores; as many lanes share each."""
 _WARP_QUERIES = ROW_TILES * TILE_ROWS
+_ALL_SUMS = 4 * MOST_TILES_WARPS * _WARP_QUERIES
 _TILE_PRODUCTS = 4 * KEY_TILES
 _PRODUCTS = ROW_TILES * _TILE_PRODUCTS
+_OWN = 2 * STRETCH
+"""Keys of which a lane may have all scores of its query."""
+_OWN_PART = 16
+"""Of them, those whose weights are added up before they join a sum that may be larger."""
 _CLASSES = FEW // 4
 _TOPS = _SLOTS * _CLASSES
 
@@ -75,6 +106,142 @@ def _give(value, values):
         values[slot] = shuffle(value, np.int32(first + slot), FULL_MASK)
 
 
+@cuda.jit(device=True)
+def _own_place(queries):
+    """The warp's head, among those of all samples, and its first query there: made anew where it is wanted."""
+    block = opaque(np.int32(cuda.blockIdx.x))
+    warp = np.int32(cuda.threadIdx.x >> 5)
+    block_queries = np.int32((cuda.blockDim.x >> 5) * _WARP_QUERIES)
+    blocks = np.int32((queries + block_queries - 1) // block_queries)
+    sample_head = np.int32(block // blocks)
+    return sample_head, np.int32((block - sample_head * blocks) * block_queries + warp * _WARP_QUERIES)
+
+
+@cuda.jit(device=True)
+def _cell_of(row, word, tile_cells):
+    """Where one of the 16 words of a chunk of a query lies among the tiles of a warp."""
+    cell = (row >> 4) * tile_cells + ((row & 7) * 4 + (word >> 2)) * 4 + ((row >> 3) & 1)
+    return np.int32(cell + ((word >> 1) & 1) * (FRAGMENT // 2) + (word & 1) * 2)
+
+
+@cuda.jit(device=True)
+def _gather(searching, own_row, half_maximum, factor, cells, shared, counts, maxima, factors):
+    """The block's queries that are still searching, as tiles of their own; a lane gets the place of its query there.
+
+    ``cells``: the first of the warp's tiles, the first of those, cells of a tile, chunks of a query.
+    """
+    first_cell, gathered_cell, tile_cells, chunks = cells
+    lane = np.int32(cuda.laneid)
+    warp = np.int32(cuda.threadIdx.x >> 5)
+    lanes = lanes_where(searching, FULL_MASK)
+    if lane == 0:
+        counts[warp] = count_lanes(lanes)
+    cuda.syncthreads()  # how many each warp has
+    place = count_lanes_before(lanes)
+    before = np.int32(0)
+    while before < warp:
+        place += counts[before]
+        before = opaque(np.int32(before + 1))
+    if searching:
+        maxima[place] = half_maximum
+        factors[place] = factor
+    word = np.int32(lane & 15)
+    source = np.int32(0)
+    while source < 32:
+        if (lanes >> np.uint32(source)) & np.uint32(1) != 0:
+            origin = np.int32(first_cell + _cell_of(shuffle(own_row, source, FULL_MASK), word, tile_cells))
+            target = np.int32(gathered_cell + _cell_of(shuffle(place, source, FULL_MASK), word, tile_cells))
+            chunk = np.int32(lane >> 4)
+            while chunk < chunks:
+                copied = element_at(shared, np.int64(origin + chunk * FRAGMENT))
+                set_element(shared, np.int64(target + chunk * FRAGMENT), copied)
+                chunk = opaque(np.int32(chunk + 2))
+        source = opaque(np.int32(source + 1))
+    cuda.syncthreads()  # the tiles are complete
+    return place
+
+
+@cuda.jit(device=True)
+def _report_out_of_reach(is_one, row, own_row, counts, errors):
+    """The block reports its queries of which the bound is out of reach, all at once: one by one, they would queue."""
+    found = cuda.syncthreads_count(np.int32(is_one))
+    if found > 0:
+        # Nothing is gathered after this, and the counts are free.
+        warp = np.int32(cuda.threadIdx.x >> 5)
+        lowest = warp_min(own_row if is_one else np.int32(_WARP_QUERIES), 32, FULL_MASK)
+        if cuda.laneid == 0:
+            counts[warp] = lowest
+        cuda.syncthreads()  # the lowest of each warp
+        if cuda.threadIdx.x == 0:
+            while counts[warp] == _WARP_QUERIES:
+                warp = opaque(np.int32(warp + 1))
+            record_event(errors, ENTROPY_OVERFLOW, found, row + warp * _WARP_QUERIES + counts[warp])
+
+
+def _add_weights(key_tiles: int):
+    """A function that adds to the sums of a lane's queries what so many tiles of keys weigh."""
+
+    @cuda.jit(device=True)
+    def add_weights(products, half_maxima, factors, parts, sums):
+        part_totals, part_firsts = parts
+        totals, lost_totals, firsts, lost_firsts, seconds, thirds = sums
+        for slot in range(_SLOTS):
+            part_totals[slot] = _ZERO
+            part_firsts[slot] = _ZERO
+        for product in range(4 * ROW_TILES * key_tiles):
+            slot = product // (4 * key_tiles) * 2 + ((product >> 1) & 1)
+            t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
+            weight = exp2(-t)
+            weighted = t * weight
+            part_totals[slot] += weight
+            part_firsts[slot] += weighted
+            weighted *= t
+            seconds[slot] += weighted
+            thirds[slot] += weighted * t
+        for slot in range(_SLOTS):
+            _add_compensated(totals, lost_totals, slot, part_totals[slot])
+            _add_compensated(firsts, lost_firsts, slot, part_firsts[slot])
+
+    return add_weights
+
+
+@cuda.jit(device=True)
+def _take_own(products, turn, own):
+    """Of a stretch, a lane gets all scores of its query from the lanes that share it; in an order of its own."""
+    for step in range(_SLOTS):
+        for key in range(2 * KEY_TILES):
+            first = key // 2 * 4 + key % 2
+            slot = turn ^ step
+            sent = products[first]
+            for other in range(1, _SLOTS):
+                sent = choose(slot == other, products[other // 2 * _TILE_PRODUCTS + other % 2 * 2 + first], sent)
+            own[step * 2 * KEY_TILES + key] = shuffle_xor(sent, step, FULL_MASK)
+
+
+@cuda.jit(device=True)
+def _sums_of_own(gaps, beta, phase):
+    total = _ZERO
+    first = _ZERO
+    second = _ZERO
+    for part in range(_OWN // _OWN_PART):
+        part_total = _ZERO
+        part_first = _ZERO
+        for each in range(part * _OWN_PART, (part + 1) * _OWN_PART):
+            t = beta * gaps[each]
+            weight = exp2(-t)
+            weighted = t * weight
+            part_total += weight
+            part_first += weighted
+            second += weighted * t
+        total += part_total
+        first += part_first
+    return total, first, second
+
+
+_search_own = entropy_search(_sums_of_own)
+_add_all_weights, _add_tile_weights = _add_weights(KEY_TILES), _add_weights(1)
+
+
 def _take_tops(slot: int):
     """A function by which the lanes that look after a slot's query, and those before, get what all have seen of it."""
     take_others = _take_tops(slot - 1) if slot > 0 else None
@@ -97,6 +264,7 @@ def tiles_kernel(kind: int, vector: int):
     half = kind == HALF
     width = 8 if half else 4
     chunk = 4 * width
+    pieces_words = PIECES * width
     limit = HALF_MAX if half else FLOAT32_MAX
     # In float16 a weight is lifted, relative to the greatest: below 2**-14 numbers of that type have fewer digits.
     lift = np.float32(15.0 if half else 0.0)
@@ -109,10 +277,11 @@ def tiles_kernel(kind: int, vector: int):
     value_sums = ROW_TILES * tile_sums
     tiles = score_tiles(kind, vector)
     stage, add_values = tiles.stage, tiles.add_values
-    put_queries, first_scores, scores_again = query_tiles(kind, vector)
+    put_queries, first_scores, scores_again, scores_of_tile = query_tiles(kind, vector)
     store = store_vector(width)
     rotate_results = rotate_elements(value_sums, 8)
     take_tops = _take_tops(_SLOTS - 1)
+    rotate_own = rotate_elements(_OWN, STRETCH)
 
     @cuda.jit(device=True)
     def stage_keys(keys, place, first_key, length, dims, shared, layout, buffer, staging):
@@ -226,8 +395,12 @@ def tiles_kernel(kind: int, vector: int):
         errors,
     ):
         shared = cuda.shared.array(0, fragment_type, 16)
-        piece_words = cuda.local.array(width, np.uint32)
-        piece_numbers = cuda.local.array(width, np.float32)
+        gathered_counts = cuda.shared.array(MOST_TILES_WARPS, np.int32)
+        gathered_maxima = cuda.shared.array(_WARP_QUERIES, np.float32)
+        gathered_factors = cuda.shared.array(_WARP_QUERIES, np.float32)
+        gathered_sums = cuda.shared.array(_ALL_SUMS, np.float32)
+        piece_words = cuda.local.array(pieces_words, np.uint32)
+        piece_numbers = cuda.local.array(pieces_words, np.float32)
         words = cuda.local.array(_TILE_PRODUCTS, np.uint32)
         numbers = cuda.local.array(_TILE_PRODUCTS, np.float32)
         low = cuda.local.array(_TILE_PRODUCTS, np.float32)
@@ -238,6 +411,7 @@ def tiles_kernel(kind: int, vector: int):
         products = cuda.local.array(_PRODUCTS, np.float32)
         tops = cuda.local.array(_TOPS, np.float32)
         few = cuda.local.array(FEW, np.float32)
+        own = cuda.local.array(_OWN, np.float32)
         half_maxima = cuda.local.array(_SLOTS, np.float32)
         factors = cuda.local.array(_SLOTS, np.float32)
         part_totals = cuda.local.array(_SLOTS, np.float32)
@@ -245,6 +419,7 @@ def tiles_kernel(kind: int, vector: int):
         totals = cuda.local.array(_SLOTS, np.float32)
         firsts = cuda.local.array(_SLOTS, np.float32)
         seconds = cuda.local.array(_SLOTS, np.float32)
+        thirds = cuda.local.array(_SLOTS, np.float32)
         lost_totals = cuda.local.array(_SLOTS, np.float32)
         lost_firsts = cuda.local.array(_SLOTS, np.float32)
         shares = cuda.local.array(_SLOTS, np.float32)
@@ -255,12 +430,11 @@ def tiles_kernel(kind: int, vector: int):
         stored = cuda.local.array(width, np.float32)
         lane = np.int32(cuda.laneid)
         warp = np.int32(cuda.threadIdx.x >> 5)
+        warps = np.int32(cuda.blockDim.x >> 5)
         turn = np.int32(lane & 3)
+        own_row = np.int32((turn >> 1) * 16 + (turn & 1) * 8 + (lane >> 2))
 
-        block_queries = np.int32((cuda.blockDim.x >> 5) * _WARP_QUERIES)
-        blocks = np.int32((queries + block_queries - 1) // block_queries)
-        sample_head = np.int32(cuda.blockIdx.x // blocks)
-        first_query = np.int32((cuda.blockIdx.x - sample_head * blocks) * block_queries + warp * _WARP_QUERIES)
+        sample_head, first_query = _own_place(queries)
         sample = np.int32(sample_head // heads)
         head = np.int32(sample_head - sample * heads)
         key_head = np.int32(head // group)
@@ -276,15 +450,18 @@ def tiles_kernel(kind: int, vector: int):
         tile_cells = np.int32(chunks * FRAGMENT)
         first_cell = np.int32(warp * ROW_TILES * tile_cells)
         key_pitch = np.int32(16 * (chunks | 1))
-        keys_cell = np.int32((cuda.blockDim.x >> 5) * ROW_TILES * tile_cells)
+        gathered_cell = np.int32(warps * ROW_TILES * tile_cells)
+        keys_cell = np.int32(gathered_cell + ROW_TILES * tile_cells if warps > 1 else gathered_cell)
         values_cell = np.int32(keys_cell + 2 * STRETCH * key_pitch)
         key_pieces = np.int32(4 * chunks)
         key_shift = np.int32(2)
         while key_shift < 5 and (1 << key_shift) < key_pieces:
             key_shift = np.int32(key_shift + 1)
-        buffer = np.int32(0)
+        buffer = np.int32(1)
         magnitude = abs(scale)
         product_limit = FLOAT32_MAX / maximum(magnitude, _ONE)
+        owns = turn < _SLOTS and own_row < valid
+        resident = length <= _OWN
         row = np.int64(sample_head) * queries + first_query
         query_start = query_origin + sample * query_sample_stride + head * query_head_stride
         query_start += first_query * query_stride
@@ -312,7 +489,9 @@ def tiles_kernel(kind: int, vector: int):
         reports_keys = first_query == 0 and head % group == 0
         report = (key_place, contexts, row * contexts, valid, dims, reports_keys)
         buffers = (words, numbers, low, left_words, left, left_low, step_sums)
-        staging = (piece_words, piece_numbers)
+        staging = (piece_words, piece_numbers, shared_address(shared))
+        parts = (part_totals, part_firsts)
+        sums = (totals, lost_totals, firsts, lost_firsts, seconds, thirds)
         layout = (keys_cell, key_pitch, key_pieces, key_shift)
 
         # The greatest product of each query, and of each class of keys: by lane, column of the lane, and tile.
@@ -321,8 +500,8 @@ def tiles_kernel(kind: int, vector: int):
         for each in range(FEW):
             few[each] = NEGATIVE_INFINITY
         flawed = False
-        stage_keys(keys, key_place, np.int32(0), length, dims, shared, layout, buffer, staging)
-        first_key = np.int32(0)
+        # A round before the first stretch only asks for it, in each pass.
+        first_key = np.int32(-STRETCH)
         while first_key < length:
             wait_for_copies()
             cuda.syncthreads()  # a stretch is there, and the one before is not needed any more
@@ -330,7 +509,7 @@ def tiles_kernel(kind: int, vector: int):
             buffer ^= np.int32(1)
             next_key = np.int32(first_key + STRETCH)
             stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
-            if valid > 0:
+            if valid > 0 and first_key >= 0:
                 flawed |= first_scores(
                     shared, cells, first_key, length, product_limit, dims, buffers, products, keys, report, errors
                 )
@@ -339,82 +518,158 @@ def tiles_kernel(kind: int, vector: int):
                     top = slot * _CLASSES + ((product >> 2) & (_CLASSES // 2 - 1)) * 2 + (product & 1)
                     tops[top] = maximum(tops[top], products[product])
             first_key = opaque(next_key)
-        take_tops(tops, few, np.int32(turn & (_SLOTS - 1)))
-        row_max = few[0]
-        for each in range(1, FEW):
-            row_max = maximum(row_max, few[each])
-        if row_max == NEGATIVE_INFINITY:
-            row_max = _ZERO
+        flawed = cuda.syncthreads_or(np.int32(flawed)) != 0
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)
         gap_limit = GAP_RANGE / lowest_beta
         bits = minimum(2 * magnitude * LOG2_E, FLOAT32_MAX)
-        for each in range(FEW):
-            # Halves first: two numbers of float32 may lie further apart than its range.
-            few[each] = minimum((_HALF_OF * row_max - _HALF_OF * few[each]) * bits, gap_limit)
-        beta, low_beta = start_from_few(few, bound, lowest_beta, highest_beta)
-        _give(_HALF_OF * row_max, half_maxima)
-
-        # The loop of device.entropy, of all queries of the warp at a time.
-        bound_limit, lowest_accepted, aim = accepted_limits(bound)
+        beta = lowest_beta
+        low_beta = lowest_beta
         high_beta = highest_beta
-        best_beta = lowest_beta
+        row_max = NEGATIVE_INFINITY
         total = _ZERO
         entropy = _ZERO
+        searching = owns
+        if resident:
+            # Of so few keys a lane has all scores of its query, and searches on its own.
+            stretch = np.int32(0)
+            while stretch < 2:
+                if stretch * STRETCH < length:
+                    cells = (first_cell, tile_cells, np.int32(keys_cell + stretch * STRETCH * key_pitch), key_pitch)
+                    first_key = np.int32(stretch * STRETCH)
+                    scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
+                    _take_own(products, turn, own)
+                else:
+                    for each in range(STRETCH):
+                        own[each] = NEGATIVE_INFINITY
+                rotate_own(own)
+                stretch = opaque(np.int32(stretch + 1))
+            for each in range(_OWN):
+                row_max = maximum(row_max, own[each])
+            if row_max == NEGATIVE_INFINITY:
+                row_max = _ZERO
+            for each in range(_OWN):
+                # Halves first: two numbers of float32 may lie further apart than its range.
+                own[each] = minimum((_HALF_OF * row_max - _HALF_OF * own[each]) * bits, gap_limit)
+            if owns:
+                high_beta, total, entropy, _phase = _search_own(
+                    own, bound, lowest_beta, highest_beta, max_iterations, 0
+                )
+            searching = False
+        else:
+            take_tops(tops, few, np.int32(turn & (_SLOTS - 1)))
+            for each in range(FEW):
+                row_max = maximum(row_max, few[each])
+            if row_max == NEGATIVE_INFINITY:
+                row_max = _ZERO
+            for each in range(FEW):
+                few[each] = minimum((_HALF_OF * row_max - _HALF_OF * few[each]) * bits, gap_limit)
+            beta, low_beta = start_from_few(few, bound, lowest_beta, highest_beta)
+            if warps > 1:
+                thread = np.int32(cuda.threadIdx.x)
+                if thread < _WARP_QUERIES:
+                    gathered_maxima[thread] = _ZERO
+                    gathered_factors[thread] = _ZERO
+                while thread < ROW_TILES * tile_cells:
+                    set_element(shared, np.int64(gathered_cell + thread), 0)
+                    thread = opaque(np.int32(thread + cuda.blockDim.x))
+
+        # The loop of device.entropy, of all queries of the warp at a time.
         step = np.int32(0)
         bracketed = False
-        searching = valid > 0
-        while cuda.syncthreads_or(np.int32(searching)) != 0:
+        remaining = cuda.syncthreads_count(np.int32(searching))
+        while remaining != 0:
+            # Once they are few, all warps work on the same queries, each with its part of the keys.
+            gathers = warps > 1 and remaining <= _WARP_QUERIES
+            place = np.int32(0)
             evaluates = any_lane(searching, FULL_MASK)
-            _give(minimum(beta * bits, FLOAT32_MAX), factors)
+            factor = minimum(beta * bits, FLOAT32_MAX)
+            if gathers:
+                gather_cells = (first_cell, gathered_cell, tile_cells, chunks)
+                place = _gather(
+                    searching,
+                    own_row,
+                    _HALF_OF * row_max,
+                    factor,
+                    gather_cells,
+                    shared,
+                    gathered_counts,
+                    gathered_maxima,
+                    gathered_factors,
+                )
+                for slot in range(_SLOTS):
+                    slot_row = np.int32((slot >> 1) * 16 + (slot & 1) * 8 + (lane >> 2))
+                    half_maxima[slot] = gathered_maxima[slot_row]
+                    factors[slot] = gathered_factors[slot_row]
+            else:
+                _give(_HALF_OF * row_max, half_maxima)
+                _give(factor, factors)
             for slot in range(_SLOTS):
                 totals[slot] = _ZERO
                 lost_totals[slot] = _ZERO
                 firsts[slot] = _ZERO
                 lost_firsts[slot] = _ZERO
                 seconds[slot] = _ZERO
-            stage_keys(keys, key_place, np.int32(0), length, dims, shared, layout, buffer, staging)
-            first_key = np.int32(0)
+                thirds[slot] = _ZERO
+            first_key = np.int32(-STRETCH)
             while first_key < length:
-                wait_for_copies()
-                cuda.syncthreads()  # a stretch is there, and the one before is not needed any more
-                cells = (first_cell, tile_cells, np.int32(keys_cell + buffer * STRETCH * key_pitch), key_pitch)
+                stretch_cell = np.int32(keys_cell + buffer * STRETCH * key_pitch)
                 buffer ^= np.int32(1)
                 next_key = np.int32(first_key + STRETCH)
+                wait_for_copies()
+                cuda.syncthreads()  # a stretch is there, and the one before is not needed any more
                 stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
-                if evaluates:
+                if first_key >= 0 and gathers:
+                    tile = warp
+                    while tile < KEY_TILES:
+                        first = np.int32(first_key + 8 * tile)
+                        key_cell = np.int32(stretch_cell + 8 * tile * key_pitch)
+                        cells = (gathered_cell, tile_cells, key_cell, key_pitch)
+                        scores_of_tile(shared, cells, first, length, product_limit, dims, flawed, buffers, products)
+                        _add_tile_weights(products, half_maxima, factors, parts, sums)
+                        tile = opaque(np.int32(tile + warps))
+                elif first_key >= 0 and evaluates:
+                    cells = (first_cell, tile_cells, stretch_cell, key_pitch)
                     scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
-                    for slot in range(_SLOTS):
-                        part_totals[slot] = _ZERO
-                        part_firsts[slot] = _ZERO
-                    for product in range(_PRODUCTS):
-                        slot = product // _TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                        t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
-                        weight = exp2(-t)
-                        weighted = t * weight
-                        part_totals[slot] += weight
-                        part_firsts[slot] += weighted
-                        seconds[slot] += weighted * t
-                    for slot in range(_SLOTS):
-                        _add_compensated(totals, lost_totals, slot, part_totals[slot])
-                        _add_compensated(firsts, lost_firsts, slot, part_firsts[slot])
+                    _add_all_weights(products, half_maxima, factors, parts, sums)
                 first_key = opaque(next_key)
             for slot in range(_SLOTS):
                 totals[slot], firsts[slot], seconds[slot] = warp_sum3(
                     totals[slot] + lost_totals[slot], firsts[slot] + lost_firsts[slot], seconds[slot], 4, FULL_MASK
                 )
-            new_total, first, second = _own(totals, turn), _own(firsts, turn), _own(seconds, turn)
+                thirds[slot] = warp_sum(thirds[slot], 4, FULL_MASK)
+            new_total, first = _own(totals, turn), _own(firsts, turn)
+            second, third = _own(seconds, turn), _own(thirds, turn)
+            if gathers:
+                part = np.int32(4 * (warp * _WARP_QUERIES + own_row))
+                if turn < _SLOTS:
+                    gathered_sums[part] = new_total
+                    gathered_sums[part + 1] = first
+                    gathered_sums[part + 2] = second
+                    gathered_sums[part + 3] = third
+                cuda.syncthreads()  # the sums of all warps are there
+                new_total, first, second, third = _ZERO, _ZERO, _ZERO, _ZERO
+                part = np.int32(4 * place)
+                while searching and part < 4 * warps * _WARP_QUERIES:
+                    new_total += gathered_sums[part]
+                    first += gathered_sums[part + 1]
+                    second += gathered_sums[part + 2]
+                    third += gathered_sums[part + 3]
+                    part = opaque(np.int32(part + 4 * _WARP_QUERIES))
             if searching:
+                # Made again from little: a number kept over a pass over the keys is a register less for it.
+                bound_limit, lowest_accepted, aim = accepted_limits(opaque(bound))
+                lowest_beta = first_beta(opaque(temperature_min), temperature_max)
+                highest_beta = last_beta(temperature_min, lowest_beta)
                 new_entropy = entropy_of(new_total, first)
                 if new_entropy <= bound_limit:
-                    best_beta, total, entropy = beta, new_total, new_entropy
-                    high_beta = beta
+                    high_beta, total, entropy = beta, new_total, new_entropy
                     bracketed = True
                     searching = new_entropy < lowest_accepted and beta > lowest_beta
                 else:
                     low_beta = beta
                     if beta >= highest_beta:
-                        best_beta, total, entropy = beta, new_total, new_entropy
+                        total, entropy = new_total, new_entropy
                         searching = False
                 if step >= max_iterations:
                     searching = False
@@ -423,27 +678,21 @@ def tiles_kernel(kind: int, vector: int):
                         beta = highest_beta
                     else:
                         variance = variance_of(new_total, first, second)
-                        beta = next_beta(step, beta, new_entropy, variance, low_beta, high_beta, bracketed, aim)
+                        bend = bend_of(new_total, first, second, third, variance, new_entropy, aim)
+                        beta = next_beta(step, beta, new_entropy, variance, bend, low_beta, high_beta, bracketed, aim)
                 step = np.int32(step + 1)
+            remaining = cuda.syncthreads_count(np.int32(searching))
 
-        own_row = np.int32((turn >> 1) * 16 + (turn & 1) * 8 + (lane >> 2))
-        if turn < _SLOTS and own_row < valid:
-            report_row(
-                row + own_row,
-                best_beta,
-                entropy,
-                bound,
-                temperature_min,
-                temperature_max,
-                temperature_out,
-                entropy_out,
-                errors,
-            )
+        if owns:
+            write_row(row + own_row, high_beta, entropy, temperature_min, temperature_max, temperature_out, entropy_out)
             report_sum(row + own_row, row_max * magnitude, total, temperature_min, temperature_max, lse_out, errors)
+        is_over = owns and is_out_of_reach(entropy, bound)
+        _report_out_of_reach(is_over, row - warp * _WARP_QUERIES, own_row, gathered_counts, errors)
 
-        _give(minimum(best_beta * bits, FLOAT32_MAX), factors)
+        _give(_HALF_OF * row_max, half_maxima)
+        _give(minimum(high_beta * bits, FLOAT32_MAX), factors)
         # Where there is no query, no value has weight.
-        _give(exp2(-lift) / total if total > _ZERO and own_row < valid else _ZERO, shares)
+        _give(exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
         smallest = smallest_weight(length)
         value_place = (
             values_origin + sample * values_sample_stride + key_head * values_head_stride,
@@ -458,11 +707,9 @@ def tiles_kernel(kind: int, vector: int):
             while adding:
                 for place in range(value_sums):
                     results[place] = _ZERO
-                stage_keys(keys, key_place, np.int32(0), length, dims, shared, layout, buffer, staging)
-                stage_values(
-                    values, value_place, np.int32(0), length, first_dim, dims, shared, values_cell, buffer, staging
-                )
-                first_key = np.int32(0)
+                if resident:
+                    buffer = np.int32(1)
+                first_key = np.int32(-STRETCH)
                 while first_key < length:
                     wait_for_copies()
                     cuda.syncthreads()  # a stretch is there, and the one before is not needed any more
@@ -470,11 +717,12 @@ def tiles_kernel(kind: int, vector: int):
                     value_cell = np.int32(values_cell + buffer * STRETCH * value_pitch)
                     buffer ^= np.int32(1)
                     next_key = np.int32(first_key + STRETCH)
-                    stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
+                    if not resident:
+                        stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
                     stage_values(
                         values, value_place, next_key, length, first_dim, dims, shared, values_cell, buffer, staging
                     )
-                    if valid > 0:
+                    if valid > 0 and first_key >= 0:
                         scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
                         carries = False
                         for product in range(_PRODUCTS):
@@ -498,7 +746,8 @@ def tiles_kernel(kind: int, vector: int):
                 bad = cuda.syncthreads_or(np.int32(bad)) != 0
                 adding = bad and not mends
                 mends = True
-            place = row * dims + first_dim
+            sample_head, first_query = _own_place(queries)
+            place = (np.int64(sample_head) * queries + first_query) * dims + first_dim
             dims_left = np.int32(dims - first_dim)
             if bad:
                 report_results(results, place, dims, valid, dims_left, errors)

@@ -14,6 +14,7 @@ from burt_numba.reference.common import (
     INF_INPUT,
     NAN_INPUT,
     finite,
+    float32_scores,
     non_finite_events,
     require_search_parameters,
     require_shape,
@@ -24,7 +25,6 @@ from burt_numba.reference.constrained_softmax import at_bounded_entropy
 NEGLIGIBLE_WEIGHT = 2.0**-40
 """A bad element of the values is an event where a query gave its context more weight than this."""
 
-_FLOAT32_MAX = float(np.finfo(np.float32).max)
 _PRECISIONS = ("fp32", "tf32")
 _NAME = "biencoder_attention"
 
@@ -136,7 +136,7 @@ def biencoder_attention(
 
     group = H // Hk if Hk else 1
     q, keys = finite(q), finite(keys)
-    scores = _scores(q, np.repeat(keys, group, axis=1), factor)
+    scores = float32_scores(q, np.repeat(keys, group, axis=1), factor)
     is_present = np.broadcast_to(present[:, None, None, :], scores.shape)
     overflowed = {NAN_INPUT: np.isnan(scores) & is_present, INF_INPUT: np.isinf(scores) & is_present}
     z = np.where(is_present, finite(scores), -np.inf)
@@ -156,26 +156,6 @@ def biencoder_attention(
     ]
     counts, first = summarise_events(*events)
     return BiencoderAttentionResult(output, weights, softmax.temperature, softmax.entropy, lse, counts, first)
-
-
-def _scores(q: NDArray[np.float64], keys: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
-    """[B, H, Q, K]: (q · k) scale; an infinity or NaN where float32 would hold one."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        dots = q @ keys.swapaxes(2, 3)
-        if _largest(q) * _largest(keys) > _FLOAT32_MAX:
-            dots = sum(
-                (_in_float32(q[..., d, None] * keys[..., None, :, d]) for d in range(q.shape[3])), np.zeros(dots.shape)
-            )
-        return _in_float32(_in_float32(dots) * scale)
-
-
-def _largest(array: NDArray[np.float64]) -> float:
-    return float(np.max(np.abs(array), initial=0.0))
-
-
-def _in_float32(array: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The array with infinities beyond the range of float32; not rounded."""
-    return np.where(np.abs(array) > _FLOAT32_MAX, np.copysign(np.inf, array), array)
 
 
 def _head_bounds(entropy_bound: ArrayLike | None, heads: int) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:

@@ -14,6 +14,8 @@ ENTROPY_OVERFLOW = 3
 CAPACITY_FULL = 5
 DIM_MISMATCH = 6
 
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
 
 def entropy(p: ArrayLike) -> NDArray[np.float64]:
     """Entropy over the last axis, in nats, in float64, with 0 log 0 = 0.
@@ -99,3 +101,23 @@ def require_search_parameters(
 def finite(array: NDArray[np.float64]) -> NDArray[np.float64]:
     """The array with 0 in place of NaN and infinities."""
     return np.where(np.isfinite(array), array, 0.0)
+
+
+def float32_scores(q: NDArray[np.float64], keys: NDArray[np.float64], scale: float) -> NDArray[np.float64]:
+    """(q · k) scale, [..., Q, K] of [..., Q, D] and [..., K, D]; an infinity or NaN where float32 would hold one."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        dots = q @ keys.swapaxes(-2, -1)
+        if _largest(q) * _largest(keys) > FLOAT32_MAX:
+            dots = sum(
+                (in_float32(q[..., d, None] * keys[..., None, :, d]) for d in range(q.shape[-1])), np.zeros(dots.shape)
+            )
+        return in_float32(in_float32(dots) * scale)
+
+
+def _largest(array: NDArray[np.float64]) -> float:
+    return float(np.max(np.abs(array), initial=0.0))
+
+
+def in_float32(array: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The array with infinities beyond the range of float32; not rounded."""
+    return np.where(np.abs(array) > FLOAT32_MAX, np.copysign(np.inf, array), array)

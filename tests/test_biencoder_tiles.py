@@ -1,0 +1,202 @@
+"""The kernel of biencoder_attention on tensor cores where the warps of a block search for queries of each other."""
+
+from importlib import import_module
+
+import numpy as np
+import pytest
+from biencoder_support import (
+    TILES,
+    Inputs,
+    assert_attended,
+    check_biencoder,
+    inputs_of,
+    kernel_of,
+    run_biencoder,
+    same_results,
+)
+from support import to_host, to_target
+
+from burt_numba import biencoder_launches
+from burt_numba.backend import cuda
+from burt_numba.biencoder_launches import Choice, tiles_kernel_spec, tiles_shared_bytes
+from burt_numba.device.entropy import bend_of
+from burt_numba.host.compiling import compute_capability
+
+# The module, which has the name of its function.
+MODULE = import_module("burt_numba.biencoder_attention")
+pytestmark = pytest.mark.skipif(compute_capability(0) < biencoder_launches.FIRST_TENSOR_CORES, reason="no tensor cores")
+
+# Whether the keys stay in shared memory over the passes, or come again for each: up to 64 of them do.
+each_length = pytest.mark.parametrize("K", [40, 64, 65, 130])
+each_block = pytest.mark.parametrize("warps", [1, 2, 4])
+
+
+def choose_tiles(monkeypatch, warps):
+    """Until the test is over, blocks have so many warps of 32 queries."""
+
+    def choose(sizes, rows, vector, dtype, precision, capability):
+        kind = biencoder_launches.HALF if dtype == "f2" else biencoder_launches.EXACT
+        blocks = sizes.batch * sizes.heads * -(-sizes.queries // (32 * warps))
+        shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims)
+        return Choice(tiles_kernel_spec(kind, vector), blocks, 32 * warps, shared_bytes, takes_all=True)
+
+    monkeypatch.setattr(MODULE, "choose", choose)
+    monkeypatch.setattr(MODULE._OPERATION, "_calls", {})
+
+
+def mixed_inputs(Q, K, wanted, D=8, dtype=np.float32):
+    """Queries of which those at the places `wanted` need a search, of several passes; the others attend to key 0."""
+    inputs = inputs_of(1, 1, Q, K, D, dtype=dtype, seed=K)
+    settled = np.ones(Q, bool)
+    settled[list(wanted)] = False
+    inputs.context_keys[..., 0] = 0
+    inputs.context_keys[:, :, 0] = 0
+    inputs.context_keys[:, :, 0, 0] = 100
+    inputs.query[:, :, :, 0] = np.where(settled, 100, 0)
+    return inputs
+
+
+@each_length
+@each_block
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_queries_of_all_warps_that_are_searched_together(monkeypatch, warps, K, dtype):
+    """A few of each warp, at places that the others have too and at such that they have not."""
+    choose_tiles(monkeypatch, warps)
+    Q = 32 * warps
+    wanted = [place for place in (0, 7, 8, 31, 37, 63, 64, 90, 95, 96, 127) if place < Q]
+    inputs = mixed_inputs(Q, K, wanted, dtype=dtype)
+    outcome = check_biencoder(inputs)
+    found = np.flatnonzero(outcome.temperature[0, 0] < 1)
+    assert len(found) >= len(wanted) - 2 and set(found) <= set(wanted)
+
+
+@each_block
+def test_one_query_of_one_warp(monkeypatch, warps):
+    choose_tiles(monkeypatch, warps)
+    for place in (0, 32 * warps - 1):
+        outcome = check_biencoder(mixed_inputs(32 * warps, 70, [place]))
+        assert np.flatnonzero(outcome.temperature[0, 0] < 1).tolist() == [place]
+
+
+@pytest.mark.parametrize("many", [31, 32, 33])
+def test_about_as_many_as_are_gathered(monkeypatch, many):
+    """Each side of the number of queries from which on they are searched together."""
+    choose_tiles(monkeypatch, 4)
+    wanted = np.random.default_rng(many).permutation(128)[:many]
+    check_biencoder(mixed_inputs(128, 70, wanted))
+
+
+@pytest.mark.parametrize(("K", "D"), [(60, 33), (70, 3)])
+def test_blocks_that_are_not_full(monkeypatch, K, D):
+    """Warps with few queries or none work for the others; chunks of a query, and elements that are no vector."""
+    choose_tiles(monkeypatch, 4)
+    check_biencoder(inputs_of(1, 1, 133, K, D))
+
+
+def test_a_query_is_searched_alike_in_any_company(monkeypatch):
+    """Alone in its block, or among others, or with blocks of fewer warps: but for the order of sums."""
+    inputs = mixed_inputs(128, 70, range(0, 128, 9))
+    outcomes = []
+    for warps in (1, 2, 4):
+        choose_tiles(monkeypatch, warps)
+        outcomes.append(check_biencoder(inputs))
+        assert same_results(run_biencoder(inputs), outcomes[-1])
+    for other in outcomes[1:]:
+        np.testing.assert_allclose(other.temperature, outcomes[0].temperature, rtol=1e-3)
+
+
+@each_block
+@pytest.mark.parametrize("max_iterations", [1, 2, 3])
+def test_few_iterations_together(monkeypatch, warps, max_iterations):
+    choose_tiles(monkeypatch, warps)
+    inputs = mixed_inputs(32 * warps, 70, range(3, 32 * warps, 7))
+    outcome = run_biencoder(inputs, None, 0.2, 1e-4, 10.0, max_iterations)
+    assert_attended(outcome, inputs, None, 0.2, 1e-4, 10.0, max_iterations, may_run_out=True)
+    assert outcome.counts == {}
+
+
+@pytest.mark.parametrize("K", [50, 100])
+def test_scores_that_overflow_count_as_zero_in_each_pass(monkeypatch, K):
+    """One warp alone meets them in the first pass; all do when they search for its queries."""
+    choose_tiles(monkeypatch, 4)
+    inputs = inputs_of(1, 1, 128, K, 8)
+    inputs.query[0, 0, 40], inputs.context_keys[0, 0, 3] = 1e30, np.abs(inputs.context_keys[0, 0, 3]) + 1e9
+    inputs.query[0, 0, 70, 2], inputs.context_keys[0, 0, 20, 1] = np.nan, np.inf
+    check_biencoder(inputs)
+
+
+@each_block
+@pytest.mark.parametrize("places", [[5], [31, 33, 64, 127], [96], range(128), range(70, 128)], ids=str)
+def test_bounds_out_of_reach_of_several_warps(monkeypatch, warps, places):
+    """Counted for the block at once, with the place of the first: of the second head here, behind one in reach."""
+    choose_tiles(monkeypatch, warps)
+    K, D = 40, 8
+    query, keys = np.zeros((1, 2, 128, D), np.float32), np.zeros((1, 2, K, D), np.float32)
+    keys[:, :, 0, 0], keys[:, :, 1:3, 1] = 100, 100
+    query[..., 0] = 1
+    for place in places:
+        query[0, 1, place] = 0
+        query[0, 1, place, 1] = 1
+    values = np.random.default_rng(0).normal(size=keys.shape).astype(np.float32)
+    outcome = check_biencoder(Inputs(query, keys, values), 1.0)
+    assert (outcome.counts, outcome.first) == ({3: len(places)}, (128 + min(places), 3))
+
+
+def test_the_choice_that_the_tests_replace():
+    """Blocks of four warps where there are as many queries."""
+    assert kernel_of(inputs_of(1, 1, 128, 9, 4)) == TILES
+
+
+# The step of the search ----------------------------------------------------------------------------------------------
+
+
+@cuda.jit
+def bend_kernel(sums, results):
+    place = cuda.threadIdx.x
+    total, first, second, third = sums[place, 0], sums[place, 1], sums[place, 2], sums[place, 3]
+    results[place] = bend_of(total, first, second, third, sums[place, 4], sums[place, 5], sums[place, 6])
+
+
+def moments(gaps, beta):
+    """The four sums at beta, the variance in nats squared, the entropy and its third central moment, in float64."""
+    t = beta * gaps
+    weights = 2.0**-t
+    sums = [float((weights * t**power).sum()) for power in range(4)]
+    p, nats = weights / sums[0], t * np.log(2)
+    mean = (p * nats).sum()
+    variance, third = (p * (nats - mean) ** 2).sum(), (p * (nats - mean) ** 3).sum()
+    return sums, variance, np.log(sums[0]) + mean, third
+
+
+def test_bend_against_float64():
+    """Halley's divisor 1 - f f'' / (2 f'^2) of f = ln H - ln aim against beta, kept between a half and two."""
+    random = np.random.default_rng(0)
+    rows, expected = [], []
+    for case in range(64):
+        gaps = np.concatenate([[0.0], np.abs(random.normal(0, 4, 40))])
+        beta = float(random.uniform(0.3, 3.0))
+        sums, variance, entropy, third = moments(gaps, beta)
+        aim = entropy * float(random.uniform(0.5, 1.5))
+        rows.append([*sums, variance, entropy, aim])
+        # H' = -V / beta, and V' = (2 V - M3) / beta.
+        slope = -variance / beta / entropy
+        curvature = (third - variance) / beta**2 / entropy - slope**2
+        expected.append(np.clip(1 - np.log(entropy / aim) * curvature / (2 * slope**2), 0.5, 2.0))
+        step = 1e-4 * beta
+        high, low = moments(gaps, beta + step)[2], moments(gaps, beta - step)[2]
+        assert (np.log(high) - np.log(low)) / (2 * step) == pytest.approx(slope, rel=1e-5), case
+        second = (np.log(high) - 2 * np.log(entropy) + np.log(low)) / step**2
+        assert second == pytest.approx(curvature, rel=1e-3, abs=1e-4), case
+    results = to_target(np.full(len(rows), np.nan, np.float32))
+    bend_kernel[1, len(rows)](to_target(np.float32(rows)), results)
+    np.testing.assert_allclose(to_host(results), expected, rtol=1e-3)
+    assert len(set(np.float32(expected))) > len(rows) // 2
+
+
+def test_bend_of_sums_without_variance_is_a_finite_number():
+    tiny = [1e-20] * 4
+    rows = np.float32([[1, 0, 0, 0, 0, 0, 0.2], [2, 0, 0, 0, 0, 0.69, 0.2], [1, *tiny, 1e-19, 0.2]])
+    results = to_target(np.full(3, np.nan, np.float32))
+    with np.errstate(all="ignore"):
+        bend_kernel[1, 3](to_target(rows), results)
+    assert ((to_host(results) >= 0.5) & (to_host(results) <= 2)).all()
