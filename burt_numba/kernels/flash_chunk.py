@@ -349,6 +349,8 @@ def chunk_kernel(vector: int, half: int, heads: int, pieces: int):
                 for element in range(result_cells):
                     results[element] = _ZERO
                 while tile < end:
+                    # Made anew in each turn, as is last_key: kept, each takes a register that there may not be.
+                    pieces_a_row = np.int32(opaque(pitch) >> 2)
                     wait_for_older_groups()
                     sync_warp()  # the keys are there
                     own = np.int32(tile + lane)
