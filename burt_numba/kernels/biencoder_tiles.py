@@ -6,7 +6,8 @@
     values      a last pass: weights, and their product with the values
 
 Once at most 32 queries of a block are still searching, those are gathered as two tiles of their own, and all warps
-evaluate them together, each warp 8 keys of each stretch of 32; sums of the warps are added in their order.
+evaluate them together, each warp 8 keys of each stretch of 32; sums of the warps are added in their order. Of at most
+64 contexts each lane takes all scores of the query it looks after, and searches on its own.
 
 Scores are made again in each pass: nothing is kept but sums, whatever the number of contexts. Lane (g = lane / 4,
 t = lane % 4) has the scores of queries g, g + 8, g + 16 and g + 24 with two keys in 8, and looks after query g + 8 t.
