@@ -79,6 +79,25 @@ if SIMULATED:
         return rotate
 
     @cache
+    def add_weighted(vectors: int, rows: int, pieces: int, width: int, part: int):
+        """Of pieces of ``width`` elements, one part: 4 of each, which each row adds by its weight of their vector.
+
+        ``add(values, weights, sums)``: [vectors, pieces, 4], [rows, vectors] and [rows, pieces, width] in local arrays.
+        """
+
+        def add(values, weights, sums):
+            for vector in range(vectors):
+                for row in range(rows):
+                    for piece in range(pieces):
+                        for element in range(4):
+                            value = values[(vector * pieces + piece) * 4 + element]
+                            sums[(row * pieces + piece) * width + part * 4 + element] += (
+                                weights[row * vectors + vector] * value
+                            )
+
+        return add
+
+    @cache
     def store_words(count: int):
         def store(target, index, words, first):
             used = max(count * target.dtype.itemsize // 4, 1)
@@ -273,6 +292,32 @@ else:
             return types.void(array), codegen
 
         return rotate
+
+    @cache
+    def add_weighted(vectors: int, rows: int, pieces: int, width: int, part: int):
+        @intrinsic
+        def add(typingctx, values, weights, sums):
+            def codegen(context, builder, signature, args):
+                def cell_of(origin, place):
+                    return builder.gep(origin, [ir.Constant(_INDEX, place)])
+
+                own_values, own_weights, own_sums = (
+                    context.make_array(kind)(context, builder, arg).data
+                    for kind, arg in zip(signature.args, args, strict=True)
+                )
+                # Written out, as in unpack_vectors.
+                for vector in range(vectors):
+                    for place in range(rows * pieces * 4):
+                        row, piece, element = place // (4 * pieces), place // 4 % pieces, place % 4
+                        value = builder.load(cell_of(own_values, (vector * pieces + piece) * 4 + element))
+                        weight = builder.load(cell_of(own_weights, row * vectors + vector))
+                        cell = cell_of(own_sums, (row * pieces + piece) * width + part * 4 + element)
+                        builder.store(builder.fadd(builder.load(cell), builder.fmul(weight, value)), cell)
+                return context.get_dummy_value()
+
+            return types.void(values, weights, sums), codegen
+
+        return add
 
     @cache
     def store_words(count: int):

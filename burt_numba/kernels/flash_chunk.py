@@ -31,6 +31,7 @@ from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, ex
 from burt_numba.device.rows import not_finite, report_not_finite
 from burt_numba.device.staged_rows import staged_tile
 from burt_numba.device.vector import (
+    add_weighted,
     element_at,
     load_vector,
     rotate_elements,
@@ -72,6 +73,8 @@ def chunk_kernel(vector: int, half: int, heads: int, pieces: int):
     rotate_keys = rotate_elements(4, 4 // parts, keys_together)
     rotate_values = rotate_elements(4, 4 // parts, values_together * pieces)
     load_shares = load_vector(values_together)
+    add_first_part = add_weighted(values_together, heads, pieces, width, 0)
+    add_last_part = add_weighted(values_together, heads, pieces, width, parts - 1)
 
     if half:
 
@@ -118,23 +121,6 @@ def chunk_kernel(vector: int, half: int, heads: int, pieces: int):
             key_cell = np.int32(key_cell + LANES_A_KEY * 4)
             # Unrolled, the loop would keep more keys in flight than there are registers for.
             piece = opaque(np.int32(piece + LANES_A_KEY))
-
-    def add_part_of_values(part):
-        """A function for one part of the pieces: in a loop over the parts, results might not stay in registers."""
-
-        @cuda.jit(device=True)
-        def add_part(values, shares, results):
-            for each in range(values_together):
-                for head in range(heads):
-                    for piece in range(pieces):
-                        for element in range(4):
-                            value = values[(each * pieces + piece) * 4 + element]
-                            place = head * piece_cells + piece * width + part * 4 + element
-                            results[place] += shares[head * values_together + each] * value
-
-        return add_part
-
-    add_first_part, add_last_part = add_part_of_values(0), add_part_of_values(parts - 1)
 
     @cuda.jit(device=True)
     def add_values(source, tiles, cell, pitch, floats, weights_cell, lanes_shift, buffers, results):
