@@ -367,7 +367,7 @@ _DECODE_OPERATION = Operation(_DECODE, _DECODE_NAMES, ("lse_out", "out"), ("k_ca
 
 def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     """Every kernel that the functions can launch besides those that merge, with their argument types."""
-    for (dtype, widest), heads in itertools.product((("f4", 4), ("f2", 8)), (1, 2, 4, MOST_GROUP)):
+    for (dtype, widest), heads in itertools.product((("f4", 4), ("f2", 8)), (1, 2, MOST_GROUP)):
         operands = (*(f"{dtype}*",) * 3, "f4*", f"{dtype}*", "f4*")
         lengths = ("i4*", "i8", "i8", "i4")
         types = (*operands, *("i4",) * 13, *("i8",) * 14, "f4", *lengths, "i8:1C")

@@ -33,7 +33,7 @@ LANES_A_KEY = 8
 """Lanes that share a key, and keys that each of them works on at a time."""
 LEAST_VALUE_LANES = 4
 """Lanes that share a value, at least: a weight of 4 values in a row is read at a time."""
-MOST_GROUP = 8
+MOST_GROUP = 4
 """Query heads of a key head that a block has; of more, others read the cache once more."""
 CHUNK_WARPS = 4
 """Warps of a block that makes partials, at most."""
@@ -134,7 +134,7 @@ def chunk_kernel_spec(vector: int, dtype: str, heads: int, pieces: int) -> Kerne
         "flash_chunk",
         kernel_in("flash_chunk", "chunk_kernel"),
         (vector, int(dtype == "f2"), heads, pieces),
-        (32 * CHUNK_WARPS, _BLOCKS_A_PROCESSOR if heads < MOST_GROUP // 2 else 2),
+        (32 * CHUNK_WARPS, _BLOCKS_A_PROCESSOR if heads < MOST_GROUP else 2),
     )
 
 

@@ -533,6 +533,8 @@ def tiles_kernel(kind: int, vector: int):
         searching = owns
         if resident:
             # Of so few keys a lane has all scores of its query, and searches on its own.
+            for each in range(_OWN):
+                own[each] = NEGATIVE_INFINITY
             stretch = np.int32(0)
             while stretch < 2:
                 if stretch * STRETCH < length:
@@ -540,9 +542,6 @@ def tiles_kernel(kind: int, vector: int):
                     first_key = np.int32(stretch * STRETCH)
                     scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
                     _take_own(products, turn, own)
-                else:
-                    for each in range(STRETCH):
-                        own[each] = NEGATIVE_INFINITY
                 rotate_own(own)
                 stretch = opaque(np.int32(stretch + 1))
             for each in range(_OWN):
