@@ -67,6 +67,8 @@ def compile_to_ptx(
             )
         finally:
             dispatcher.get_current_device = ask_device
+        # A device function that several others call is listed, printed and parsed for each of them.
+        library._llvm_strs = [str(module) for module in dict.fromkeys(library.modules)]
         return [_one(library.get_asm_strs(cc=capability)) for capability in capabilities]
 
 
