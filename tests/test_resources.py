@@ -46,6 +46,68 @@ def test_resources_beyond_what_is_allowed(allowed, excess):
     assert (found is None) is (excess is None)
 
 
+_LOCAL_ARRAY = """.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry kernel(.param .u64 out)
+{
+    .local .align 4 .b8 array[64];
+    .reg .b32 %place, %value;
+    .reg .b64 %address, %out;
+    mov.u32 %place, %tid.x;
+    mul.wide.u32 %address, %place, 4;
+    mov.u64 %out, array;
+    add.u64 %address, %address, %out;
+    st.local.u32 [array], %place;
+    st.local.u32 [array+4], %place;
+    ld.local.u32 %value, [%address];
+    ld.param.u64 %out, [out];
+    st.global.u32 [%out], %value;
+    ret;
+}
+"""
+
+
+def test_resources_reports_local_memory():
+    from perf.resources import Resources, assemble, find_ptxas, parse_ptxas, retarget
+
+    try:
+        ptxas = find_ptxas()
+    except SystemExit as error:
+        pytest.skip(str(error))
+    ptx = retarget(_LOCAL_ARRAY, (8, 6))
+    used = Resources((8, 6), "kernel", "kernel[]()", *parse_ptxas(assemble(ptxas, ptx, (8, 6))))
+    assert used.excess({}) == "64 bytes of local memory, 0 allowed"
+    with pytest.raises(ValueError, match="the PTX is for sm_86, expected sm_80"):
+        assemble(ptxas, ptx, (8, 0))
+
+
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("differs", [True, False])
+def test_resources_asks_once_for_the_same_ptx(monkeypatch, sampled, differs):
+    from types import SimpleNamespace
+
+    from burt_numba.host import compiling
+    from perf.resources import _sources
+
+    asked = []
+
+    def compile_specialisation(kernel, types, capabilities):
+        asked.extend(capabilities)
+        return [f".target sm_{a}{b}\n{'other' * (differs and (a, b) == (8, 6))}" for a, b in capabilities]
+
+    monkeypatch.setattr(compiling, "compile_specialisation", compile_specialisation)
+    specialisation = SimpleNamespace(kernel=None, types=())
+    capabilities = ((7, 5), (8, 0), (8, 6), (12, 0))
+    if sampled and differs:
+        with pytest.raises(ValueError, match=r"the PTX for 8\.6 is not that for 8\.0"):
+            _sources(specialisation, capabilities, sampled)
+    else:
+        sources = _sources(specialisation, capabilities, sampled)
+        assert sources == {(a, b): f".target sm_{a}{b}\n" for a, b in capabilities}
+    assert asked == [c for c in capabilities if sampled or c != (8, 6)]
+
+
 def test_resources_fails_without_kernels(monkeypatch, capsys):
     from perf import resources
 
