@@ -392,11 +392,15 @@ def test_no_memory_of_the_device_grows_with_queries_times_contexts(Q, K):
     errors = burt_numba.ErrorBuffer()
     # Loading the kernels takes memory, once.
     call()
-    before = torch.cuda.mem_get_info()[0]
     torch.cuda.reset_peak_memory_stats()
     allocated = torch.cuda.memory_allocated()
-    call()
-    assert torch.cuda.mem_get_info()[0] == before
+    taken = []
+    for _ in range(20):
+        before = torch.cuda.mem_get_info()[0]
+        call()
+        taken.append(before - torch.cuda.mem_get_info()[0])
+    # Other processes use the device as well; a call that takes memory would show each time.
+    assert 0 in taken
     assert torch.cuda.max_memory_allocated() == allocated
     assert torch.isfinite(out).all()
 

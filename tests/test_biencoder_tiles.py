@@ -19,7 +19,7 @@ from support import to_host, to_target
 from burt_numba import biencoder_launches
 from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import Choice, tiles_kernel_spec, tiles_shared_bytes
-from burt_numba.device.entropy import bend_of
+from burt_numba.device.entropy import bend_of, beta_of_two
 from burt_numba.host.compiling import compute_capability
 
 # The module, which has the name of its function.
@@ -115,6 +115,31 @@ def test_few_iterations_together(monkeypatch, warps, max_iterations):
     assert outcome.counts == {}
 
 
+@each_block
+@pytest.mark.parametrize(("bound", "apart"), [(1.0, 4), (1.5, 4), (2.0, 0)])
+def test_steps_that_the_pass_for_the_values_makes(monkeypatch, warps, bound, apart):
+    """One or two of these queries miss their band by such a step, and are searched for on."""
+    choose_tiles(monkeypatch, warps)
+    random = np.random.default_rng(1)
+    query, keys = (random.standard_normal((1, 1, n, 4)).astype(np.float32) for n in (128, 300))
+    if apart:
+        keys[:, :, :8, 0] += apart
+        query[..., 0] = np.abs(query[..., 0]) + 1
+    check_biencoder(Inputs(query, keys, random.standard_normal(keys.shape).astype(np.float32)), None, bound)
+
+
+@pytest.mark.parametrize("scores", [[0, 0], [1, 1, 0], [2, 0], [3, 2.9] + 70 * [-1], 100 * [1] + [0]], ids=str)
+def test_rows_that_two_contexts_nearly_decide(monkeypatch, scores):
+    """The search starts where these prove the entropy to be over the bound: at once at the end, of a tie."""
+    choose_tiles(monkeypatch, 2)
+    inputs = inputs_of(1, 1, 64, len(scores), 4)
+    inputs.query[...] = 0
+    inputs.query[..., 0] = np.linspace(-3, 3, 64)
+    inputs.context_keys[..., 0] = scores
+    check_biencoder(inputs)
+    check_biencoder(inputs, None, 0.8)
+
+
 @pytest.mark.parametrize("K", [50, 100])
 def test_scores_that_overflow_count_as_zero_in_each_pass(monkeypatch, K):
     """One warp alone meets them in the first pass; all do when they search for its queries."""
@@ -200,3 +225,38 @@ def test_bend_of_sums_without_variance_is_a_finite_number():
     with np.errstate(all="ignore"):
         bend_kernel[1, 3](to_target(rows), results)
     assert ((to_host(results) >= 0.5) & (to_host(results) <= 2)).all()
+
+
+@cuda.jit
+def two_kernel(gaps, bounds, lowest, highest, results):
+    place = cuda.threadIdx.x
+    results[place] = beta_of_two(gaps[place], bounds[place], lowest, highest)
+
+
+def test_two_elements_prove_a_beta_too_low():
+    """Never above the beta at which they have the bound, and close to it."""
+    random = np.random.default_rng(0)
+    gaps = np.float32(10.0 ** random.uniform(-3, 1, 200))
+    bounds = np.float32(random.uniform(1e-3, 0.68, 200))
+    betas = to_target(np.full(200, np.nan, np.float32))
+    two_kernel[1, 200](to_target(gaps), to_target(bounds), np.float32(1e-6), np.float32(1e9), betas)
+    t = to_host(betas).astype(np.float64) * gaps
+    weight = 2.0**-t
+    entropy = np.log1p(weight) + np.log(2) * t * weight / (1 + weight)
+    assert (entropy > bounds).all()
+    # Where the bound is low the step from below has nearly arrived.
+    assert (entropy < 1.25 * bounds)[bounds < 0.3].all()
+
+
+@pytest.mark.parametrize(
+    ("gap", "bound", "expected"),
+    [(0.0, 0.2, 100.0), (0.0, 0.7, 0.5), (1e-9, 0.2, 100.0), (9.0, 5.0, 0.5), (1e30, 0.0, 0.5)],
+)
+def test_two_elements_that_prove_nothing_or_all(gap, bound, expected):
+    """A tie has ln 2 at any beta; over a higher bound two elements say nothing."""
+    results = to_target(np.full(1, np.nan, np.float32))
+    with np.errstate(all="ignore"):
+        two_kernel[1, 1](
+            to_target(np.float32([gap])), to_target(np.float32([bound])), np.float32(0.5), np.float32(100.0), results
+        )
+    assert to_host(results) == np.float32(expected)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.biencoder_launches import EXACT, FRAGMENT, HALF, KEY_TILES, ROW_TILES, STRETCH, VALUE_DIMS
+from burt_numba.biencoder_launches import EXACT, FRAGMENT, HALF, KEY_TILES, ROW_TILES, STRETCH, TILE_ROWS, VALUE_DIMS
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import choose, maximum, minimum, opaque
 from burt_numba.device.staged_rows import staged_rows
@@ -51,6 +51,26 @@ _load_four = load_vector(4)
 @cuda.jit(device=True)
 def _rounded_query(value):
     return rounded(minimum(maximum(value * _CUT_MENDED, -_LARGEST_ROUNDED), _LARGEST_ROUNDED))
+
+
+@cuda.jit(device=True)
+def own_place(queries):
+    """The warp's head, among those of all samples, and its first query there: made anew where it is wanted."""
+    block = opaque(np.int32(cuda.blockIdx.x))
+    warp = np.int32(cuda.threadIdx.x >> 5)
+    block_queries = np.int32((cuda.blockDim.x >> 5) * ROW_TILES * TILE_ROWS)
+    blocks = np.int32((queries + block_queries - 1) // block_queries)
+    sample_head = np.int32(block // blocks)
+    return sample_head, np.int32((block - sample_head * blocks) * block_queries + warp * ROW_TILES * TILE_ROWS)
+
+
+@cuda.jit(device=True)
+def own_start(origin, sample_stride, head_stride, heads, group, queries):
+    """Where the keys or values of the warp's head start: made anew for each pass, since all would be kept at once."""
+    sample_head, _first_query = own_place(queries)
+    sample = np.int32(sample_head // heads)
+    key_head = np.int32((sample_head - sample * heads) // group)
+    return origin + sample * sample_stride + key_head * head_stride
 
 
 class ScoreTiles(NamedTuple):
@@ -187,7 +207,9 @@ def score_tiles(kind: int, vector: int, key_tiles: int = KEY_TILES) -> ScoreTile
     @cuda.jit(device=True)
     def report_values(words, place, first_key, weights, errors):
         """The warp reports what is not finite in the values that it has loaded, of keys with weight for a query."""
-        value_index, last_key, first_dim, dims = place
+        queries, heads, group, contexts, last_key, first_dim, dims = place
+        head_elements = np.int64(contexts) * dims
+        value_index = own_start(np.int64(0), heads // group * head_elements, head_elements, heads, group, queries)
         turn = np.int32(cuda.laneid & 3)
         nans = np.int32(0)
         infinities = np.int32(0)
@@ -206,7 +228,7 @@ def score_tiles(kind: int, vector: int, key_tiles: int = KEY_TILES) -> ScoreTile
             for step in (4, 8, 16):
                 heaviest = maximum(heaviest, shuffle_xor(heaviest, step, FULL_MASK))
             key = np.int32(first_key + 8 * tile + 2 * turn + odd)
-            dim = np.int32(first_dim + column + (cuda.laneid >> 2) * width)
+            dim = np.int32(opaque(first_dim) + column + (cuda.laneid >> 2) * width)
             for element in range(width):
                 bits = (words[element // halves] >> np.uint32(16 * (element % halves))) & number
                 if bits >= infinity and heaviest > _ZERO and key <= last_key and dim + element < dims:
@@ -223,7 +245,7 @@ def score_tiles(kind: int, vector: int, key_tiles: int = KEY_TILES) -> ScoreTile
 
     @cuda.jit(device=True)
     def add_values(shared, cell, place, weights, mends, errors, buffers, sums):
-        value_index, first_key, last_key, first_dim, dims = place
+        queries, heads, group, contexts, first_key, last_key, first_dim, dims = place
         words, values, left_words, left, left_low, step_sums, right, right_words, right_low = buffers
         lane_cell = np.int32(cell + (cuda.laneid & 3) * 2 * value_pitch + (cuda.laneid >> 2) * 4)
         step = np.int32(0)
@@ -233,7 +255,8 @@ def score_tiles(kind: int, vector: int, key_tiles: int = KEY_TILES) -> ScoreTile
                 _load_four(shared, np.int64(lane_cell + row * value_pitch + column), words, each * 4)
             if mends:
                 step_key = np.int32(first_key + step * 2 * step_weights)
-                report_values(words, (value_index, last_key, first_dim, dims), step_key, weights, errors)
+                own = (queries, heads, group, contexts, last_key, first_dim, dims)
+                report_values(words, own, step_key, weights, errors)
                 make_values_finite(words)
             if not half:
                 unpack_values(shared, words, values)

@@ -37,19 +37,20 @@ from burt_numba.device.entropy import (
     GAP_RANGE,
     accepted_limits,
     bend_of,
+    beta_of_two,
     entropy_of,
-    entropy_search,
     first_beta,
+    is_near,
     last_beta,
     next_beta,
-    start_from_few,
+    search_few,
     variance_of,
 )
 from burt_numba.device.events import ENTROPY_OVERFLOW, record_bad_elements, record_event
 from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, choose, exp2, maximum, minimum, opaque
 from burt_numba.device.query_tiles import query_tiles
 from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
-from burt_numba.device.score_tiles import score_tiles
+from burt_numba.device.score_tiles import own_place, own_start, score_tiles
 from burt_numba.device.staged_rows import PIECES
 from burt_numba.device.vector import element_at, rotate_elements, set_element, store_vector
 from burt_numba.device.warp import (
@@ -67,6 +68,7 @@ from burt_numba.device.warp import (
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
+_TWO = np.float32(2.0)
 _HALF_OF = np.float32(0.5)
 _SLOTS = 2 * ROW_TILES
 """Queries of which a lane has scores; as many lanes share each."""
@@ -74,12 +76,6 @@ _WARP_QUERIES = ROW_TILES * TILE_ROWS
 _ALL_SUMS = 4 * MOST_TILES_WARPS * _WARP_QUERIES
 _TILE_PRODUCTS = 4 * KEY_TILES
 _PRODUCTS = ROW_TILES * _TILE_PRODUCTS
-_OWN = 2 * STRETCH
-"""Keys of which a lane may have all scores of its query."""
-_OWN_PART = 16
-"""Of them, those whose weights are added up before they join a sum that may be larger."""
-_CLASSES = FEW // 4
-_TOPS = _SLOTS * _CLASSES
 
 
 @cuda.jit(device=True)
@@ -108,14 +104,9 @@ def _give(value, values):
 
 
 @cuda.jit(device=True)
-def _own_place(queries):
-    """The warp's head, among those of all samples, and its first query there: made anew where it is wanted."""
-    block = opaque(np.int32(cuda.blockIdx.x))
-    warp = np.int32(cuda.threadIdx.x >> 5)
-    block_queries = np.int32((cuda.blockDim.x >> 5) * _WARP_QUERIES)
-    blocks = np.int32((queries + block_queries - 1) // block_queries)
-    sample_head = np.int32(block // blocks)
-    return sample_head, np.int32((block - sample_head * blocks) * block_queries + warp * _WARP_QUERIES)
+def _bits_of(scale):
+    """Of a product's half, in units of ln 2 of a score: made anew where it is wanted."""
+    return minimum(2 * abs(opaque(scale)) * LOG2_E, FLOAT32_MAX)
 
 
 @cuda.jit(device=True)
@@ -179,8 +170,13 @@ def _report_out_of_reach(is_one, row, own_row, counts, errors):
             record_event(errors, ENTROPY_OVERFLOW, found, row + warp * _WARP_QUERIES + counts[warp])
 
 
-def _add_weights(key_tiles: int):
-    """A function that adds to the sums of a lane's queries what so many tiles of keys weigh."""
+def _add_weights(key_tiles: int, lift: float | None = None):
+    """A function that adds to the sums of a lane's queries what so many tiles of keys weigh.
+
+    With ``lift``, weights times ``2**lift`` take the place of the products, and the higher moments are left out.
+    """
+    keeps = lift is not None
+    lift_by = np.float32(lift or 0.0)
 
     @cuda.jit(device=True)
     def add_weights(products, half_maxima, factors, parts, sums):
@@ -192,13 +188,16 @@ def _add_weights(key_tiles: int):
         for product in range(4 * ROW_TILES * key_tiles):
             slot = product // (4 * key_tiles) * 2 + ((product >> 1) & 1)
             t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
-            weight = exp2(-t)
+            weight = exp2(lift_by - t) if lift else exp2(-t)
             weighted = t * weight
             part_totals[slot] += weight
             part_firsts[slot] += weighted
-            weighted *= t
-            seconds[slot] += weighted
-            thirds[slot] += weighted * t
+            if keeps:
+                products[product] = weight
+            else:
+                weighted *= t
+                seconds[slot] += weighted
+                thirds[slot] += weighted * t
         for slot in range(_SLOTS):
             _add_compensated(totals, lost_totals, slot, part_totals[slot])
             _add_compensated(firsts, lost_firsts, slot, part_firsts[slot])
@@ -219,44 +218,7 @@ def _take_own(products, turn, own):
             own[step * 2 * KEY_TILES + key] = shuffle_xor(sent, step, FULL_MASK)
 
 
-@cuda.jit(device=True)
-def _sums_of_own(gaps, beta, phase):
-    total = _ZERO
-    first = _ZERO
-    second = _ZERO
-    for part in range(_OWN // _OWN_PART):
-        part_total = _ZERO
-        part_first = _ZERO
-        for each in range(part * _OWN_PART, (part + 1) * _OWN_PART):
-            t = beta * gaps[each]
-            weight = exp2(-t)
-            weighted = t * weight
-            part_total += weight
-            part_first += weighted
-            second += weighted * t
-        total += part_total
-        first += part_first
-    return total, first, second
-
-
-_search_own = entropy_search(_sums_of_own)
 _add_all_weights, _add_tile_weights = _add_weights(KEY_TILES), _add_weights(1)
-
-
-def _take_tops(slot: int):
-    """A function by which the lanes that look after a slot's query, and those before, get what all have seen of it."""
-    take_others = _take_tops(slot - 1) if slot > 0 else None
-
-    @cuda.jit(device=True)
-    def take(tops, few, own_slot):
-        if slot > 0:
-            take_others(tops, few, own_slot)
-        first = np.int32(cuda.laneid & 28)
-        for each in range(FEW):
-            top = shuffle(tops[slot * _CLASSES + each % _CLASSES], np.int32(first + each // _CLASSES), FULL_MASK)
-            few[each] = choose(own_slot == slot, top, few[each])
-
-    return take
 
 
 @cache
@@ -281,12 +243,12 @@ def tiles_kernel(kind: int, vector: int):
     put_queries, first_scores, scores_again, scores_of_tile = query_tiles(kind, vector)
     store = store_vector(width)
     rotate_results = rotate_elements(value_sums, 8)
-    take_tops = _take_tops(_SLOTS - 1)
-    rotate_own = rotate_elements(_OWN, STRETCH)
+    rotate_few = rotate_elements(FEW, STRETCH)
+    weigh = _add_weights(KEY_TILES, float(lift))
 
     @cuda.jit(device=True)
     def stage_keys(keys, place, first_key, length, dims, shared, layout, buffer, staging):
-        start, stride, dim_stride, _key_index = place
+        start, stride, dim_stride = place
         cell, pitch, pieces, lanes_shift = layout
         stretch_place = (start, stride, dim_stride, first_key, np.int32(length - 1), np.int32(0))
         cell = np.int32(cell + buffer * STRETCH * pitch)
@@ -333,11 +295,13 @@ def tiles_kernel(kind: int, vector: int):
 
     @cuda.jit(device=True)
     def store_results(output, results, place, dims, rows_left, dims_left, stored):
+        # Made anew: the places of all rows would else be kept over the passes.
+        lane = opaque(np.int32(cuda.laneid))
         for vector_place in range(value_sums // width):
             below, odd, column = vector_place & 1, (vector_place >> 1) & 1, (vector_place >> 2) % tile_columns
             row_tile = (vector_place >> 2) // tile_columns
-            row = np.int32(row_tile * TILE_ROWS + below * 8 + (cuda.laneid >> 2))
-            dim = np.int32((column * 8 + (cuda.laneid & 3) * 2 + odd) * width)
+            row = np.int32(row_tile * TILE_ROWS + below * 8 + (lane >> 2))
+            dim = np.int32((column * 8 + (lane & 3) * 2 + odd) * width)
             first = row_tile * tile_sums + column * width * 4 + below * 2 + odd
             for element in range(width):
                 stored[element] = results[first + element * 4]
@@ -410,9 +374,9 @@ def tiles_kernel(kind: int, vector: int):
         left_low = cuda.local.array(8, np.float32)
         step_sums = cuda.local.array(4, np.float32)
         products = cuda.local.array(_PRODUCTS, np.float32)
-        tops = cuda.local.array(_TOPS, np.float32)
+        tops = cuda.local.array(_PRODUCTS, np.float32)
+        next_tops = cuda.local.array(_PRODUCTS, np.float32)
         few = cuda.local.array(FEW, np.float32)
-        own = cuda.local.array(_OWN, np.float32)
         half_maxima = cuda.local.array(_SLOTS, np.float32)
         factors = cuda.local.array(_SLOTS, np.float32)
         part_totals = cuda.local.array(_SLOTS, np.float32)
@@ -424,6 +388,7 @@ def tiles_kernel(kind: int, vector: int):
         lost_totals = cuda.local.array(_SLOTS, np.float32)
         lost_firsts = cuda.local.array(_SLOTS, np.float32)
         shares = cuda.local.array(_SLOTS, np.float32)
+        finals = cuda.local.array(_SLOTS, np.float32)
         right = cuda.local.array(2, np.float32)
         right_words = cuda.local.array(2, np.uint32)
         right_low = cuda.local.array(2, np.float32)
@@ -435,7 +400,7 @@ def tiles_kernel(kind: int, vector: int):
         turn = np.int32(lane & 3)
         own_row = np.int32((turn >> 1) * 16 + (turn & 1) * 8 + (lane >> 2))
 
-        sample_head, first_query = _own_place(queries)
+        sample_head, first_query = own_place(queries)
         sample = np.int32(sample_head // heads)
         head = np.int32(sample_head - sample * heads)
         key_head = np.int32(head // group)
@@ -459,13 +424,16 @@ def tiles_kernel(kind: int, vector: int):
         while key_shift < 5 and (1 << key_shift) < key_pieces:
             key_shift = np.int32(key_shift + 1)
         buffer = np.int32(1)
-        magnitude = abs(scale)
-        product_limit = FLOAT32_MAX / maximum(magnitude, _ONE)
+        product_limit = FLOAT32_MAX / maximum(abs(scale), _ONE)
         owns = turn < _SLOTS and own_row < valid
-        resident = length <= _OWN
+        resident = length <= FEW
         row = np.int64(sample_head) * queries + first_query
         query_start = query_origin + sample * query_sample_stride + head * query_head_stride
         query_start += first_query * query_stride
+        layout = (keys_cell, key_pitch, key_pieces, key_shift)
+        staging = (piece_words, piece_numbers, shared_address(shared))
+        keys_start = own_start(keys_origin, keys_sample_stride, keys_head_stride, heads, group, queries)
+        key_place = (keys_start, key_stride, key_dim_stride)
         put_queries(
             query,
             (query_start, query_stride, query_dim_stride),
@@ -481,23 +449,23 @@ def tiles_kernel(kind: int, vector: int):
         )
 
         key_index = (np.int64(sample) * (heads // group) + key_head) * contexts * dims
-        key_place = (
-            keys_origin + sample * keys_sample_stride + key_head * keys_head_stride,
-            key_stride,
-            key_dim_stride,
-            key_index,
-        )
         reports_keys = first_query == 0 and head % group == 0
-        report = (key_place, contexts, row * contexts, valid, dims, reports_keys)
+        report = (
+            (keys_start, key_stride, key_dim_stride, key_index),
+            contexts,
+            row * contexts,
+            valid,
+            dims,
+            reports_keys,
+        )
         buffers = (words, numbers, low, left_words, left, left_low, step_sums)
-        staging = (piece_words, piece_numbers, shared_address(shared))
         parts = (part_totals, part_firsts)
         sums = (totals, lost_totals, firsts, lost_firsts, seconds, thirds)
-        layout = (keys_cell, key_pitch, key_pieces, key_shift)
 
-        # The greatest product of each query, and of each class of keys: by lane, column of the lane, and tile.
-        for top in range(_TOPS):
-            tops[top] = NEGATIVE_INFINITY
+        # Of each query, the two greatest products of each class of keys: of those at the same place of a stretch.
+        for product in range(_PRODUCTS):
+            tops[product] = NEGATIVE_INFINITY
+            next_tops[product] = NEGATIVE_INFINITY
         for each in range(FEW):
             few[each] = NEGATIVE_INFINITY
         flawed = False
@@ -515,200 +483,201 @@ def tiles_kernel(kind: int, vector: int):
                     shared, cells, first_key, length, product_limit, dims, buffers, products, keys, report, errors
                 )
                 for product in range(_PRODUCTS):
-                    slot = product // _TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                    top = slot * _CLASSES + ((product >> 2) & (_CLASSES // 2 - 1)) * 2 + (product & 1)
-                    tops[top] = maximum(tops[top], products[product])
+                    beaten = minimum(tops[product], products[product])
+                    tops[product] = maximum(tops[product], products[product])
+                    next_tops[product] = maximum(next_tops[product], beaten)
             first_key = opaque(next_key)
         flawed = cuda.syncthreads_or(np.int32(flawed)) != 0
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)
         gap_limit = GAP_RANGE / lowest_beta
-        bits = minimum(2 * magnitude * LOG2_E, FLOAT32_MAX)
-        beta = lowest_beta
-        low_beta = lowest_beta
+        bits = _bits_of(scale)
         high_beta = highest_beta
         row_max = NEGATIVE_INFINITY
-        total = _ZERO
-        entropy = _ZERO
-        searching = owns
+        turned = np.int32(0)
+        while turned < 2:
+            _take_own(tops, turn, few)
+            rotate_few(few)
+            for product in range(_PRODUCTS):
+                tops[product] = next_tops[product]
+            turned = opaque(np.int32(turned + 1))
+        runner_up = NEGATIVE_INFINITY
+        for each in range(STRETCH):
+            runner_up = maximum(runner_up, minimum(row_max, few[each]))
+            row_max = maximum(row_max, few[each])
+        for each in range(STRETCH, FEW):
+            runner_up = maximum(runner_up, few[each])
+        if row_max == NEGATIVE_INFINITY:
+            row_max = _ZERO
+        # Halves first: two numbers of float32 may lie further apart than its range.
+        half_maximum = _HALF_OF * row_max
+        for each in range(FEW):
+            few[each] = minimum((half_maximum - _HALF_OF * few[each]) * bits, gap_limit)
+        beta, total, low_beta = lowest_beta, _ONE, lowest_beta
+        if owns:
+            gap = minimum((half_maximum - _HALF_OF * runner_up) * bits, gap_limit)
+            low_beta = beta_of_two(gap, bound, lowest_beta, highest_beta)
+            beta, total = search_few(few, resident, bound, low_beta, highest_beta, max_iterations)
+        # Of so few keys a lane has all scores of its query, and has searched without the others.
+        searching = owns and not resident
         if resident:
-            # Of so few keys a lane has all scores of its query, and searches on its own.
-            for each in range(_OWN):
-                own[each] = NEGATIVE_INFINITY
-            stretch = np.int32(0)
-            while stretch < 2:
-                if stretch * STRETCH < length:
-                    cells = (first_cell, tile_cells, np.int32(keys_cell + stretch * STRETCH * key_pitch), key_pitch)
-                    first_key = np.int32(stretch * STRETCH)
-                    scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
-                    _take_own(products, turn, own)
-                rotate_own(own)
-                stretch = opaque(np.int32(stretch + 1))
-            for each in range(_OWN):
-                row_max = maximum(row_max, own[each])
-            if row_max == NEGATIVE_INFINITY:
-                row_max = _ZERO
-            for each in range(_OWN):
-                # Halves first: two numbers of float32 may lie further apart than its range.
-                own[each] = minimum((_HALF_OF * row_max - _HALF_OF * own[each]) * bits, gap_limit)
-            if owns:
-                high_beta, total, entropy, _phase = _search_own(
-                    own, bound, lowest_beta, highest_beta, max_iterations, 0
-                )
-            searching = False
-        else:
-            take_tops(tops, few, np.int32(turn & (_SLOTS - 1)))
-            for each in range(FEW):
-                row_max = maximum(row_max, few[each])
-            if row_max == NEGATIVE_INFINITY:
-                row_max = _ZERO
-            for each in range(FEW):
-                few[each] = minimum((_HALF_OF * row_max - _HALF_OF * few[each]) * bits, gap_limit)
-            beta, low_beta = start_from_few(few, bound, lowest_beta, highest_beta)
-            if warps > 1:
-                thread = np.int32(cuda.threadIdx.x)
-                if thread < _WARP_QUERIES:
-                    gathered_maxima[thread] = _ZERO
-                    gathered_factors[thread] = _ZERO
-                while thread < ROW_TILES * tile_cells:
-                    set_element(shared, np.int64(gathered_cell + thread), 0)
-                    thread = opaque(np.int32(thread + cuda.blockDim.x))
+            high_beta = beta
+        elif warps > 1:
+            thread = np.int32(cuda.threadIdx.x)
+            if thread < _WARP_QUERIES:
+                gathered_maxima[thread] = _ZERO
+                gathered_factors[thread] = _ZERO
+            while thread < ROW_TILES * tile_cells:
+                set_element(shared, np.int64(gathered_cell + thread), 0)
+                thread = opaque(np.int32(thread + cuda.blockDim.x))
 
         # The loop of device.entropy, of all queries of the warp at a time.
         step = np.int32(0)
         bracketed = False
+        # Near the aim a step needs no evaluation of its own: the pass for the values makes it. Where it has missed, the
+        # query is searched for on, and takes no such step again.
+        trusts = True
+        untried = False
         remaining = cuda.syncthreads_count(np.int32(searching))
-        while remaining != 0:
-            # Once they are few, all warps work on the same queries, each with its part of the keys.
-            gathers = warps > 1 and remaining <= _WARP_QUERIES
-            place = np.int32(0)
-            evaluates = any_lane(searching, FULL_MASK)
-            factor = minimum(beta * bits, FLOAT32_MAX)
-            if gathers:
-                gather_cells = (first_cell, gathered_cell, tile_cells, chunks)
-                place = _gather(
-                    searching,
-                    own_row,
-                    _HALF_OF * row_max,
-                    factor,
-                    gather_cells,
-                    shared,
-                    gathered_counts,
-                    gathered_maxima,
-                    gathered_factors,
-                )
-                for slot in range(_SLOTS):
-                    slot_row = np.int32((slot >> 1) * 16 + (slot & 1) * 8 + (lane >> 2))
-                    half_maxima[slot] = gathered_maxima[slot_row]
-                    factors[slot] = gathered_factors[slot_row]
-            else:
-                _give(_HALF_OF * row_max, half_maxima)
-                _give(factor, factors)
-            for slot in range(_SLOTS):
-                totals[slot] = _ZERO
-                lost_totals[slot] = _ZERO
-                firsts[slot] = _ZERO
-                lost_firsts[slot] = _ZERO
-                seconds[slot] = _ZERO
-                thirds[slot] = _ZERO
-            first_key = np.int32(-STRETCH)
-            while first_key < length:
-                stretch_cell = np.int32(keys_cell + buffer * STRETCH * key_pitch)
-                buffer ^= np.int32(1)
-                next_key = np.int32(first_key + STRETCH)
-                wait_for_copies()
-                cuda.syncthreads()  # a stretch is there, and the one before is not needed any more
-                stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
-                if first_key >= 0 and gathers:
-                    tile = warp
-                    while tile < KEY_TILES:
-                        first = np.int32(first_key + 8 * tile)
-                        key_cell = np.int32(stretch_cell + 8 * tile * key_pitch)
-                        cells = (gathered_cell, tile_cells, key_cell, key_pitch)
-                        scores_of_tile(shared, cells, first, length, product_limit, dims, flawed, buffers, products)
-                        _add_tile_weights(products, half_maxima, factors, parts, sums)
-                        tile = opaque(np.int32(tile + warps))
-                elif first_key >= 0 and evaluates:
-                    cells = (first_cell, tile_cells, stretch_cell, key_pitch)
-                    scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
-                    _add_all_weights(products, half_maxima, factors, parts, sums)
-                first_key = opaque(next_key)
-            for slot in range(_SLOTS):
-                totals[slot], firsts[slot], seconds[slot] = warp_sum3(
-                    totals[slot] + lost_totals[slot], firsts[slot] + lost_firsts[slot], seconds[slot], 4, FULL_MASK
-                )
-                thirds[slot] = warp_sum(thirds[slot], 4, FULL_MASK)
-            new_total, first = _own(totals, turn), _own(firsts, turn)
-            second, third = _own(seconds, turn), _own(thirds, turn)
-            if gathers:
-                part = np.int32(4 * (warp * _WARP_QUERIES + own_row))
-                if turn < _SLOTS:
-                    gathered_sums[part] = new_total
-                    gathered_sums[part + 1] = first
-                    gathered_sums[part + 2] = second
-                    gathered_sums[part + 3] = third
-                cuda.syncthreads()  # the sums of all warps are there
-                new_total, first, second, third = _ZERO, _ZERO, _ZERO, _ZERO
-                part = np.int32(4 * place)
-                while searching and part < 4 * warps * _WARP_QUERIES:
-                    new_total += gathered_sums[part]
-                    first += gathered_sums[part + 1]
-                    second += gathered_sums[part + 2]
-                    third += gathered_sums[part + 3]
-                    part = opaque(np.int32(part + 4 * _WARP_QUERIES))
-            if searching:
-                # Made again from little: a number kept over a pass over the keys is a register less for it.
-                bound_limit, lowest_accepted, aim = accepted_limits(opaque(bound))
-                lowest_beta = first_beta(opaque(temperature_min), temperature_max)
-                highest_beta = last_beta(temperature_min, lowest_beta)
-                new_entropy = entropy_of(new_total, first)
-                if new_entropy <= bound_limit:
-                    high_beta, total, entropy = beta, new_total, new_entropy
-                    bracketed = True
-                    searching = new_entropy < lowest_accepted and beta > lowest_beta
-                else:
-                    low_beta = beta
-                    if beta >= highest_beta:
-                        total, entropy = new_total, new_entropy
-                        searching = False
-                if step >= max_iterations:
-                    searching = False
-                if searching:
-                    if step == max_iterations - 1 and not bracketed:
-                        beta = highest_beta
-                    else:
-                        variance = variance_of(new_total, first, second)
-                        bend = bend_of(new_total, first, second, third, variance, new_entropy, aim)
-                        beta = next_beta(step, beta, new_entropy, variance, bend, low_beta, high_beta, bracketed, aim)
-                step = np.int32(step + 1)
-            remaining = cuda.syncthreads_count(np.int32(searching))
-
-        if owns:
-            write_row(row + own_row, high_beta, entropy, temperature_min, temperature_max, temperature_out, entropy_out)
-            report_sum(row + own_row, row_max * magnitude, total, temperature_min, temperature_max, lse_out, errors)
-        is_over = owns and is_out_of_reach(entropy, bound)
-        _report_out_of_reach(is_over, row - warp * _WARP_QUERIES, own_row, gathered_counts, errors)
-
-        _give(_HALF_OF * row_max, half_maxima)
-        _give(minimum(high_beta * bits, FLOAT32_MAX), factors)
-        # Where there is no query, no value has weight.
-        _give(exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
-        smallest = smallest_weight(length)
-        value_place = (
-            values_origin + sample * values_sample_stride + key_head * values_head_stride,
-            value_stride,
-            value_dim_stride,
-        )
+        smallest = _HALF_OF * smallest_weight(length)
         value_buffers = (words, numbers, left_words, left, left_low, step_sums, right, right_words, right_low)
         first_dim = np.int32(0)
         while first_dim < dims:
+            while remaining != 0:
+                # Once they are few, all warps work on the same queries, each with its part of the keys.
+                gathers = remaining <= _WARP_QUERIES and opaque(np.int32(cuda.blockDim.x)) > 32
+                place = np.int32(0)
+                evaluates = any_lane(searching, FULL_MASK)
+                factor = minimum(beta * _bits_of(scale), FLOAT32_MAX)
+                if gathers:
+                    gather_cells = (first_cell, gathered_cell, tile_cells, chunks)
+                    place = _gather(
+                        searching,
+                        own_row,
+                        half_maximum,
+                        factor,
+                        gather_cells,
+                        shared,
+                        gathered_counts,
+                        gathered_maxima,
+                        gathered_factors,
+                    )
+                    for slot in range(_SLOTS):
+                        slot_row = np.int32((slot >> 1) * 16 + (slot & 1) * 8 + (lane >> 2))
+                        half_maxima[slot] = gathered_maxima[slot_row]
+                        factors[slot] = gathered_factors[slot_row]
+                else:
+                    _give(half_maximum, half_maxima)
+                    _give(factor, factors)
+                for slot in range(_SLOTS):
+                    totals[slot] = _ZERO
+                    lost_totals[slot] = _ZERO
+                    firsts[slot] = _ZERO
+                    lost_firsts[slot] = _ZERO
+                    seconds[slot] = _ZERO
+                    thirds[slot] = _ZERO
+                keys_start = own_start(keys_origin, keys_sample_stride, keys_head_stride, heads, group, queries)
+                key_place = (keys_start, key_stride, key_dim_stride)
+                first_key = np.int32(-STRETCH)
+                while first_key < length:
+                    stretch_cell = np.int32(keys_cell + buffer * STRETCH * key_pitch)
+                    buffer ^= np.int32(1)
+                    next_key = np.int32(first_key + STRETCH)
+                    wait_for_copies()
+                    cuda.syncthreads()  # a stretch is there, and the one before is not needed any more
+                    stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
+                    if first_key >= 0 and gathers:
+                        tile = warp
+                        while tile < KEY_TILES:
+                            first = np.int32(first_key + 8 * tile)
+                            key_cell = np.int32(stretch_cell + 8 * tile * key_pitch)
+                            cells = (gathered_cell, tile_cells, key_cell, key_pitch)
+                            scores_of_tile(shared, cells, first, length, product_limit, dims, flawed, buffers, products)
+                            _add_tile_weights(products, half_maxima, factors, parts, sums)
+                            tile = opaque(np.int32(tile + warps))
+                    elif first_key >= 0 and evaluates:
+                        cells = (first_cell, tile_cells, stretch_cell, key_pitch)
+                        scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
+                        _add_all_weights(products, half_maxima, factors, parts, sums)
+                    first_key = opaque(next_key)
+                for slot in range(_SLOTS):
+                    totals[slot], firsts[slot], seconds[slot] = warp_sum3(
+                        totals[slot] + lost_totals[slot], firsts[slot] + lost_firsts[slot], seconds[slot], 4, FULL_MASK
+                    )
+                    thirds[slot] = warp_sum(thirds[slot], 4, FULL_MASK)
+                new_total, first = _own(totals, turn), _own(firsts, turn)
+                second, third = _own(seconds, turn), _own(thirds, turn)
+                if gathers:
+                    part = np.int32(4 * (warp * _WARP_QUERIES + opaque(own_row)))
+                    if turn < _SLOTS:
+                        set_element(gathered_sums, np.int64(part), new_total)
+                        set_element(gathered_sums, np.int64(part + 1), first)
+                        set_element(gathered_sums, np.int64(part + 2), second)
+                        set_element(gathered_sums, np.int64(part + 3), third)
+                    cuda.syncthreads()  # the sums of all warps are there
+                    new_total, first, second, third = _ZERO, _ZERO, _ZERO, _ZERO
+                    part = np.int32(4 * place)
+                    while searching and part < 4 * warps * _WARP_QUERIES:
+                        new_total += element_at(gathered_sums, np.int64(part))
+                        first += element_at(gathered_sums, np.int64(part + 1))
+                        second += element_at(gathered_sums, np.int64(part + 2))
+                        third += element_at(gathered_sums, np.int64(part + 3))
+                        part = opaque(np.int32(part + 4 * _WARP_QUERIES))
+                if searching:
+                    # Made again from little: a number kept over a pass over the keys is a register less for it.
+                    bound_limit, lowest_accepted, aim = accepted_limits(opaque(bound))
+                    lowest_beta = first_beta(opaque(temperature_min), temperature_max)
+                    highest_beta = last_beta(opaque(temperature_min), lowest_beta)
+                    new_entropy = entropy_of(new_total, first)
+                    if new_entropy <= bound_limit:
+                        high_beta, total = beta, new_total
+                        bracketed = True
+                        searching = new_entropy < lowest_accepted and beta > lowest_beta
+                    else:
+                        low_beta = beta
+                        if beta >= highest_beta:
+                            total = new_total
+                            searching = False
+                    if step >= max_iterations:
+                        searching = False
+                    if searching:
+                        if step == max_iterations - 1 and not bracketed:
+                            beta = highest_beta
+                        else:
+                            variance = variance_of(new_total, first, second)
+                            bend = bend_of(new_total, first, second, third, variance, new_entropy, aim)
+                            beta = next_beta(
+                                step, beta, new_entropy, variance, bend, low_beta, high_beta, bracketed, aim
+                            )
+                            untried = trusts and step < max_iterations - 1 and is_near(new_entropy, aim)
+                            if untried:
+                                total = new_total
+                                searching = False
+                    step = np.int32(step + 1)
+                remaining = cuda.syncthreads_count(np.int32(searching))
+
+            if first_dim == 0:
+                _give(half_maximum, half_maxima)
+                tried_beta = beta if untried else high_beta
+                _give(minimum(tried_beta * _bits_of(scale), FLOAT32_MAX), factors)
+                # Where there is no query, no value has weight.
+                _give(_HALF_OF * exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
             mends = False
             adding = True
             while adding:
                 for place in range(value_sums):
                     results[place] = _ZERO
+                for slot in range(_SLOTS):
+                    totals[slot] = _ZERO
+                    lost_totals[slot] = _ZERO
+                    firsts[slot] = _ZERO
+                    lost_firsts[slot] = _ZERO
                 if resident:
                     buffer = np.int32(1)
+                keys_start = own_start(keys_origin, keys_sample_stride, keys_head_stride, heads, group, queries)
+                key_place = (keys_start, key_stride, key_dim_stride)
+                values_start = own_start(values_origin, values_sample_stride, values_head_stride, heads, group, queries)
+                value_place = (values_start, value_stride, value_dim_stride)
                 first_key = np.int32(-STRETCH)
                 while first_key < length:
                     wait_for_copies()
@@ -724,34 +693,76 @@ def tiles_kernel(kind: int, vector: int):
                     )
                     if valid > 0 and first_key >= 0:
                         scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
+                        weigh(products, half_maxima, factors, parts, sums)
                         carries = False
-                        for product in range(_PRODUCTS):
-                            slot = product // _TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                            t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
-                            weight = exp2(lift - t)
-                            share = weight * shares[slot]
-                            carries |= share > smallest
-                            products[product] = (weight if half else share) if share > smallest else _ZERO
+                        for slot in range(_SLOTS):
+                            heaviest = _ZERO
+                            for product in range(slot // 2 * _TILE_PRODUCTS, (slot // 2 + 1) * _TILE_PRODUCTS):
+                                if (product >> 1) & 1 == slot & 1:
+                                    heaviest = maximum(heaviest, products[product])
+                            carries |= heaviest * shares[slot] > smallest
+                        if mends:
+                            # What carries nothing is not looked at, and no sum overflows that the result does not.
+                            for product in range(_PRODUCTS):
+                                slot = product // _TILE_PRODUCTS * 2 + ((product >> 1) & 1)
+                                share = products[product] * shares[slot]
+                                kept = products[product] if half else share
+                                products[product] = kept if share > smallest else _ZERO
                         if any_lane(carries, FULL_MASK):
-                            events_place = (key_index, first_key, np.int32(length - 1), first_dim, dims)
+                            events_place = (
+                                queries,
+                                heads,
+                                group,
+                                contexts,
+                                first_key,
+                                np.int32(length - 1),
+                                first_dim,
+                                dims,
+                            )
                             add_values(
                                 shared, value_cell, events_place, products, mends, errors, value_buffers, results
                             )
                     first_key = opaque(next_key)
+                for slot in range(_SLOTS):
+                    totals[slot] = warp_sum(totals[slot] + lost_totals[slot], 4, FULL_MASK)
+                    firsts[slot] = warp_sum(firsts[slot] + lost_firsts[slot], 4, FULL_MASK)
+                    share = _ONE / totals[slot] if totals[slot] > _ZERO else _ZERO
+                    finals[slot] = share / shares[slot] if mends and not half and share > _ZERO else share
                 bad = False
                 for place in range(value_sums):
-                    if half:
-                        results[place] *= shares[place // tile_sums * 2 + ((place >> 1) & 1)]
+                    results[place] *= finals[place // tile_sums * 2 + ((place >> 1) & 1)]
                     bad |= not (abs(results[place]) <= limit)
                 bad = cuda.syncthreads_or(np.int32(bad)) != 0
-                adding = bad and not mends
+                total, first = exp2(-lift) * _own(totals, turn), exp2(-lift) * _own(firsts, turn)
+                entropy = entropy_of(total, first)
+                if first_dim == 0:
+                    bound_limit, lowest_accepted, _aim = accepted_limits(opaque(bound))
+                    if untried and not (lowest_accepted <= entropy <= bound_limit):
+                        searching, trusts, untried = True, False, False
+                    remaining = cuda.syncthreads_count(np.int32(searching))
+                adding = bad and remaining == 0 and not mends
                 mends = True
-            sample_head, first_query = _own_place(queries)
-            place = (np.int64(sample_head) * queries + first_query) * dims + first_dim
-            dims_left = np.int32(dims - first_dim)
-            if bad:
-                report_results(results, place, dims, valid, dims_left, errors)
-            store_results(output, results, place, dims, valid, dims_left, stored)
-            first_dim = opaque(np.int32(first_dim + VALUE_DIMS))
+            if remaining == 0:
+                sample_head, first_query = own_place(queries)
+                row = np.int64(sample_head) * queries + first_query
+                if first_dim == 0:
+                    if owns:
+                        own_beta = beta if untried else high_beta
+                        write_row(
+                            row + own_row, own_beta, entropy, opaque(temperature_min), temperature_max, temperature_out,
+                            entropy_out,
+                        )  # fmt: skip
+                        row_top = _TWO * opaque(half_maximum) * abs(opaque(scale))
+                        report_sum(
+                            row + own_row, row_top, total, opaque(temperature_min), temperature_max, lse_out, errors
+                        )
+                    is_over = owns and is_out_of_reach(entropy, opaque(bound))
+                    _report_out_of_reach(is_over, row - warp * _WARP_QUERIES, own_row, gathered_counts, errors)
+                place = row * dims + opaque(first_dim)
+                dims_left = np.int32(dims - first_dim)
+                if bad:
+                    report_results(results, place, dims, valid, dims_left, errors)
+                store_results(output, results, place, dims, valid, dims_left, stored)
+                first_dim = opaque(np.int32(first_dim + VALUE_DIMS))
 
     return biencoder_tiles_kernel
