@@ -317,11 +317,13 @@ def merge_bytes_moved(states: int, rows: int, dims: int, itemsize: int) -> int:
     return rows * (states * (dims * itemsize + 4) + dims * itemsize)
 
 
-def merge_launch_plans(merge: Merge, states: int) -> list[LaunchPlan]:
+def merge_launch_plans(
+    merge: Merge, states: int, are_results: bool = False, work_offset: int = 0
+) -> list[LaunchPlan]:
     """The launches of `flash_merging.merge_launches`."""
     return [
         LaunchPlan("flash_merge_kernel", (blocks,), threads, shared_bytes)
-        for blocks, threads, shared_bytes in launch_sizes(merge, states)
+        for blocks, threads, shared_bytes in launch_sizes(merge, states, are_results, work_offset)
     ]
 
 
@@ -356,7 +358,7 @@ def plan_merge(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
     if states > MOST_SIZE:
         raise BurtDimensionError(f"plan: {_MERGE}: num_states: expected at most 2**30, got {states}")
     merge = Merge((rows,), head_dim)
-    launches = merge_launch_plans(merge, states) if rows else []
+    launches = merge_launch_plans(merge, states, are_results=True) if rows else []
     output = rows * head_dim * itemsize
     moved = merge_bytes_moved(states, rows, head_dim, itemsize)
     return Plan(_MERGE, None, moved - output, output, merge_workspace(merge, states), launches)

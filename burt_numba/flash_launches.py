@@ -17,15 +17,26 @@ MOST_SIZE = 1 << 30
 DEAD_MAX = -1e30
 """A partial whose maximum is not above this does not count, whatever else is in it."""
 
-MERGE_WARPS = 4
-"""Warps that merge states of a row: state i is for warp i % MERGE_WARPS, whether or not there is more than one."""
+STRANDS = 8
+"""Sums of a row, each of some of its states, that are put together at the end. This decides the order of a row."""
 MERGE_DEPTH = 4
-"""States that a warp has in flight."""
+"""States that are added up at a time: states i MERGE_DEPTH + j are of strand i % STRANDS."""
 PART = 256
 """States that a block merges; of more, it leaves one state for each so many."""
-MERGE_BLOCK = 32 * MERGE_WARPS
-_MERGE_BLOCKS = 6
-"""Blocks that a multiprocessor holds at least; fewer where rows are long or have any strides: more registers."""
+MERGE_BLOCK = 32 * STRANDS
+"""Threads of a block that merges, at most: a warp for each strand of a row."""
+MERGE_SLOTS = 3
+"""Times MERGE_DEPTH states that a warp has on their way to shared memory, where they lie one after another."""
+_LEAST_MERGE_WARPS = 4
+"""Warps of a block that merges, where shared memory holds as many."""
+_MERGING_WARPS = 2048
+"""Warps that keep a device busy: of more, some take several strands of a row."""
+_FEW_ON_THEIR_WAY = 4
+"""Times as many are wanted where each has only MERGE_DEPTH states on their way, in registers."""
+_MERGE_SHARED_BYTES = 64 * 1024
+"""Of shared memory, for a block that merges; every device has as much."""
+_MERGE_BLOCKS = 3
+"""Blocks of MERGE_BLOCK threads that a multiprocessor holds at least; fewer where rows are long: more registers."""
 
 TILE_KEYS = 32
 """Keys that a warp has in shared memory at a time, and as many values."""
@@ -143,13 +154,51 @@ def value_pieces(dims: int, itemsize: int) -> int:
     return -(-dims * itemsize // 512)
 
 
-def merge_kernel_spec(vector: int, elements: int, states: bool) -> KernelSpec:
-    """``elements``: of a row that a lane has; ``states``: of results with logarithms of sums, not of partials."""
+class MergeShape(NamedTuple):
+    """How blocks merge states: so many ``warps``, of which ``row_warps`` share a row. No sum depends on it."""
+
+    warps: int
+    row_warps: int
+    slots: int
+    shared_bytes: int
+
+    @classmethod
+    def of(cls, rows: int, states: int, parts: int, dims: int, is_staged: bool) -> MergeShape:
+        """For rows of so many ``states`` in ``parts``; ``is_staged``: they are copied to shared memory."""
+        rounds = max(-(-min(states, PART) // MERGE_DEPTH), 1)
+        strands = min(rounds, STRANDS)
+        wanted = _MERGING_WARPS * (1 if is_staged else _FEW_ON_THEIR_WAY)
+        row_warps = 1 << (strands - 1).bit_length()
+        while row_warps > 1 and rows * parts * row_warps > wanted:
+            row_warps //= 2
+        warps = max(row_warps, _LEAST_MERGE_WARPS)
+        while True:
+            slots = min(MERGE_SLOTS, -(-rounds // row_warps)) if is_staged else 0
+            row_states = warps * slots * MERGE_DEPTH + warps // row_warps * strands
+            shared_bytes = 4 * row_states * (dims + 2)
+            if shared_bytes <= _MERGE_SHARED_BYTES or warps == 1:
+                return cls(warps, row_warps, slots, shared_bytes)
+            warps //= 2
+            row_warps = min(row_warps, warps)
+
+    @property
+    def rows(self) -> int:
+        """Of a block."""
+        return self.warps // self.row_warps
+
+
+def is_staged(vector: int, are_results: bool) -> bool:
+    """Whether a kernel that merges has a warp's states copied to shared memory: partials one after another, aligned."""
+    return vector > 1 and not are_results
+
+
+def merge_kernel_spec(vector: int, elements: int, are_results: bool) -> KernelSpec:
+    """``elements``: of a row that a lane has; ``are_results``: with logarithms of sums, not partials."""
     return KernelSpec(
         "flash_merge",
         kernel_in("flash_merge", "merge_kernel"),
-        (vector, elements, int(states)),
-        (MERGE_BLOCK, _MERGE_BLOCKS - 2 * int(vector == 1) - 2 * int(elements > 4)),
+        (vector, elements, int(are_results)),
+        (MERGE_BLOCK, _MERGE_BLOCKS - int(elements > 4)),
     )
 
 

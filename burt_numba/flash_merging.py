@@ -1,15 +1,15 @@
 """Launches that merge states of attention: those of a row in one, or of many in parts first.
 
-Up to PART states are merged by a block. Of more, each block leaves the state of its part in the workspace, and a
-further launch merges these: the order depends on the number of states alone, never on how many rows there are.
+Up to PART states of a row are merged at once. Of more, a state for each part is left in the workspace, and a further
+launch merges these: the order depends on the number of states alone, never on how many rows there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from burt_numba.flash_launches import DEAD_MAX, MERGE_BLOCK, MERGE_WARPS, PART, merge_elements, merge_kernel_spec
+from burt_numba.flash_launches import DEAD_MAX, PART, MergeShape, is_staged, merge_elements, merge_kernel_spec
 from burt_numba.host.compiling import KernelSpec
 from burt_numba.host.launching import Array, Errors, Launch, Number, bare
 from burt_numba.host.rows import row_segments
@@ -45,12 +45,27 @@ class States(NamedTuple):
     dead_max: float = DEAD_MAX
     """States whose maximum is not above this do not count."""
 
-    @property
-    def vector(self) -> int:
-        """Elements of an access of 8 bytes, where all rows allow that; else 1."""
+    def vector(self, dims: int) -> int:
+        """Elements of an access, where all rows allow that; else 1. Of results: 8 bytes; of partials: 16 or 8.
+
+        A row of partials is read as a whole.
+        """
+        strides = (self.origin, *self.strides)
+        if not self.are_results:
+            is_whole = self.column_stride == 1 and (self.count <= 1 or self.state_stride == dims + 2)
+            places = (*strides, self.argument.offset // 4)
+            return whole_rows_vector(dims, self.count, places) if is_whole else 1
         vector = 4 if self.argument.dtype == "f2" else 2
-        strides = (self.origin, *self.strides, self.state_stride)
+        strides = (*strides, self.state_stride, dims)
         return vector if self.column_stride == 1 and not any(each % vector for each in strides) else 1
+
+
+def whole_rows_vector(dims: int, count: int, places: Iterable[int]) -> int:
+    """Elements of a copy of partials that lie one after another: 4, 2, or 1 where no copy is possible."""
+    odd = count * (dims + 2)
+    for place in places:
+        odd |= place
+    return 4 if odd % 4 == 0 else 2 if odd % 2 == 0 else 1
 
 
 class Merge(NamedTuple):
@@ -122,15 +137,12 @@ def _level(
     parts: int,
     follows: bool,
 ) -> Iterator[Launch]:
-    vector = states.vector if aligned and merge.dims % 2 == 0 else 1
-    if merge.dims % vector:
-        vector = 1
+    vector = states.vector(merge.dims) if aligned else 1
     kernel = merge_kernel_spec(vector, merge_elements(merge.dims), states.are_results)
-    warps_shift = _warps_shift(states.count)
-    block_rows = MERGE_WARPS >> warps_shift
+    shape = MergeShape.of(merge.rows, states.count, parts, merge.dims, is_staged(vector, states.are_results))
     beside = states.beside
     for segment in row_segments(merge.shape, (states.strides, beside.strides)):
-        blocks = -(-segment.rows // block_rows) * parts
+        blocks = -(-segment.rows // shape.rows) * parts
         arguments = (
             states.argument,
             Number(states.origin + segment.origins[0], "i8"),
@@ -154,50 +166,49 @@ def _level(
             Number(merge.reports_lengths and chunks_a_state == 1, "i4"),
             Number(merge.dims, "i4"),
             Number(states.dead_max, "f4"),
-            Number(warps_shift, "i4"),
+            Number(shape.row_warps.bit_length() - 1, "i4"),
+            Number(shape.slots, "i4"),
             Number(parts, "i4"),
             Errors(),
         )
-        yield Launch(kernel, (blocks, 1), MERGE_BLOCK, bare(arguments), _shared_bytes(merge), follows=follows)
-
-
-def _warps_shift(states: int) -> int:
-    """Of the warps of a row the base-2 logarithm."""
-    return min(max(states - 1, 0).bit_length(), (MERGE_WARPS - 1).bit_length())
-
-
-def _shared_bytes(merge: Merge) -> int:
-    """For a state of each warp."""
-    return 4 * MERGE_WARPS * (merge.dims + 2)
+        yield Launch(kernel, (blocks, 1), 32 * shape.warps, bare(arguments), shape.shared_bytes, follows=follows)
 
 
 def merge_types(source: str, output: str, are_results: bool) -> tuple[str, ...]:
     """Argument types of the kernel."""
     place = ("i8",) * 6
     beside = ("f4*" if are_results else "i4*", *("i8",) * 5)
-    sizes = ("i8", "i4", "i8", *("i4",) * 6, *("i4",) * 4, "i8", "i4", "i4", "f4", "i4", "i4")
+    sizes = ("i8", "i4", "i8", *("i4",) * 6, *("i4",) * 4, "i8", "i4", "i4", "f4", *("i4",) * 3)
     return (f"{source}*", *place, *beside, f"{output}*", "f4*", "f4*", *sizes, "i8:1C")
 
 
 def merge_specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
     """Every kernel that merging can launch, with its argument types."""
     for elements in (4, 8):
-        for vector in (2, 1):
+        for vector in (4, 2, 1):
             for output in ("f4", "f2"):
                 yield merge_kernel_spec(vector, elements, False), merge_types("f4", output, False)
-            yield merge_kernel_spec(vector, elements, True), merge_types("f4", "f4", True)
-        for vector in (4, 1):
-            yield merge_kernel_spec(vector, elements, True), merge_types("f2", "f2", True)
+        for source, widest in (("f4", 2), ("f2", 4)):
+            for vector in (widest, 1):
+                yield merge_kernel_spec(vector, elements, True), merge_types(source, source, True)
 
 
-def launch_sizes(merge: Merge, states: int) -> Iterator[tuple[int, int, int]]:
-    """(blocks, threads, shared bytes) of each launch, for rows that lie one after another."""
+def launch_sizes(
+    merge: Merge, states: int, are_results: bool, work_offset: int = 0
+) -> Iterator[tuple[int, int, int]]:
+    """(blocks, threads, shared bytes) of each launch, for rows that lie one after another.
+
+    ``work_offset``: where in the workspace the launches leave what the next one merges.
+    """
     beside = (1, *(0 for _ in merge.shape[1:]))
+    offset = 0
     for parts in part_counts(states):
+        vector = 1 if are_results else whole_rows_vector(merge.dims, states, (offset // 4,))
+        shape = MergeShape.of(merge.rows, states, parts, merge.dims, is_staged(vector, are_results))
         for segment in row_segments(merge.shape, (_row_strides(merge, 1), beside)):
-            blocks = -(-segment.rows // (MERGE_WARPS >> _warps_shift(states))) * parts
-            yield blocks, MERGE_BLOCK, _shared_bytes(merge)
-        states = parts
+            yield -(-segment.rows // shape.rows) * parts, 32 * shape.warps, shape.shared_bytes
+        states, are_results, offset = parts, False, work_offset
+        work_offset += 4 * merge.rows * parts * (merge.dims + 2)
 
 
 def _row_strides(merge: Merge, row_cells: int) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ all are brought to one m. A result and the logarithm of its sum are a state as w
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from burt_numba import flash_launches as launches
@@ -32,23 +34,35 @@ def counts(row_max, total, dead_max):
     return row_max > dead_max and row_max <= FLOAT32_MAX and total > _ZERO and total <= FLOAT32_MAX
 
 
-@cuda.jit(device=True)
-def merged_column(cells, first, apart, states, dims, column):
-    """(m, l, one of the D sums) of states together, all of finite numbers, added up in their order.
+@cache
+def merged_column(most: int):
+    """A device function ``(cells, first, apart, states, dims, column)`` for up to ``most`` states, all of finite numbers.
 
-    They lie ``apart`` in an array from ``first`` on.
+    It gives (m, l, one of the D sums) of them together, added up in their order. They lie ``apart`` in an array from
+    ``first`` on.
     """
-    common_max = EMPTY_MAX
-    place = np.int32(first + dims)
-    for _state in range(states):
-        common_max = maximum(common_max, element_at(cells, np.int64(place)))
-        place = np.int32(place + apart)
-    total = _ZERO
-    value = _ZERO
-    place = np.int32(first)
-    for _state in range(states):
-        weight = rescaling(element_at(cells, np.int64(np.int32(place + dims))), common_max)
-        total += element_at(cells, np.int64(np.int32(place + dims + 1))) * weight
-        value += element_at(cells, np.int64(np.int32(place + column))) * weight
-        place = np.int32(place + apart)
-    return common_max, total, value
+
+    @cuda.jit(device=True)
+    def merge(cells, first, apart, states, dims, column):
+        weights = cuda.local.array(most, np.float32)
+        last = max(np.int32(states - 1), np.int32(0))
+        common_max = EMPTY_MAX
+        # Written out, the states are read at once: one after another, each would wait for the last.
+        for state in range(most):
+            place = np.int32(first + min(np.int32(state), last) * apart)
+            top = element_at(cells, np.int64(np.int32(place + dims)))
+            weights[state] = top if state < states else EMPTY_MAX
+            common_max = maximum(common_max, weights[state])
+        total = _ZERO
+        value = _ZERO
+        for state in range(most):
+            place = np.int32(first + min(np.int32(state), last) * apart)
+            weight = rescaling(weights[state], common_max)
+            own_total = element_at(cells, np.int64(np.int32(place + dims + 1)))
+            own_value = element_at(cells, np.int64(np.int32(place + column)))
+            if state < states:
+                total += own_total * weight
+                value += own_value * weight
+        return common_max, total, value
+
+    return merge

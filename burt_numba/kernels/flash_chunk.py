@@ -39,7 +39,7 @@ from burt_numba.device.vector import (
     unpack_vectors,
 )
 from burt_numba.device.warp import FULL_MASK, any_lane, fold_sums, shuffle_xor, sync_warp, warp_max, warp_sum
-from burt_numba.flash_launches import LANES_A_KEY, TILE_KEYS
+from burt_numba.flash_launches import CHUNK_WARPS, LANES_A_KEY, TILE_KEYS
 
 _ZERO = np.float32(0.0)
 _load_four = load_vector(4)
@@ -66,6 +66,7 @@ def chunk_kernel(vector: int, half: int, heads: int, pieces: int):
     share_cells = values_together * heads
     word_type = np.uint32 if half else np.float32
     stage_tile = staged_tile(half, vector, pieces)
+    merge_column = merged_column(CHUNK_WARPS)
     rotate_scores = rotate_elements(heads, 1)
     rotate_some = rotate_elements(heads, heads_together)
     unpack_query, unpack_keys = unpack_vectors(4, 1), unpack_vectors(4, keys_together)
@@ -471,7 +472,7 @@ def chunk_kernel(vector: int, half: int, heads: int, pieces: int):
                     head = whole_quotient(cell, dims)
                     column = np.int32(cell - head * dims)
                     first = np.int32(((warp - own_warp) * heads + head) * state_pitch)
-                    common_max, total, value = merged_column(floats, first, apart, team_warps, dims, column)
+                    common_max, total, value = merge_column(floats, first, apart, team_warps, dims, column)
                     if partials.size > 0:
                         place = (np.int64(first_head + head) * chunks + chunk) * state_pitch
                         partials[place + column] = finite_result(value, FLOAT32_MAX, place + column, errors)

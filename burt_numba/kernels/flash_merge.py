@@ -1,10 +1,16 @@
 """The kernel that merges states: partials of chunks, or results with the logarithms of their sums.
 
-A block has some rows, or a part of the states of one; warp w of a row takes states w, w + MERGE_WARPS, ... of it, a few
-at a time. What the warps have is merged in their order. So a row is added up in an order that depends on the number of
-its states alone.
+Of a row, or of a part of it, MERGE_DEPTH states in a row are a round, which a warp adds up at once; round i is of strand
+i % STRANDS. A strand is a sum of its own, and the strands of a row are merged in their order. So a row is added up in an
+order that depends on the number of its states alone, whether each strand has a warp or one warp takes all of a row:
 
-    lane t      elements t V .. t V + V - 1 of a state, then 32 V further on, ...; V: elements of an access
+    states      0 1 2 3   4 5 6 7   8 9 10 11  ..    32 33 34 35  ..
+    strand         0         1          2                 0           warp: strand % the warps of a row
+
+Where states lie one after another a warp has several rounds on their way to shared memory, of one strand and of its
+next; else one, in registers.
+
+    lane t      elements t V .. t V + V - 1 of a state, then 32 V further on, ...; V: elements of an access, or 1
 """
 
 from __future__ import annotations
@@ -15,6 +21,13 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.device.arguments import array_at
+from burt_numba.device.async_copies import (
+    close_group,
+    shared_address,
+    start_copy_of,
+    wait_for_all_but,
+    wait_for_copies,
+)
 from burt_numba.device.attention import HALF_MAX, chunk_count, finite_result, write_log_sum
 from burt_numba.device.attention_states import EMPTY_MAX, counts, merged_column, rescaling
 from burt_numba.device.events import INF_INPUT, NAN_INPUT, record_event
@@ -22,8 +35,8 @@ from burt_numba.device.launch_order import wait_for_previous
 from burt_numba.device.numeric import FLOAT32_MAX, maximum, opaque, whole_quotient
 from burt_numba.device.rows import not_finite, report_not_finite, row_offset, row_place
 from burt_numba.device.vector import element_at, load_vector, set_element, unpack_vectors
-from burt_numba.device.warp import FULL_MASK, any_lane
-from burt_numba.flash_launches import MERGE_DEPTH, MERGE_WARPS, PART
+from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp
+from burt_numba.flash_launches import MERGE_DEPTH, MERGE_SLOTS, PART, STRANDS, is_staged
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
@@ -36,97 +49,145 @@ def _record_number(value, index, errors):
         record_event(errors, INF_INPUT if value == value else NAN_INPUT, 1, index)
 
 
+@cuda.jit(device=True)
+def _rounds_of(states):
+    return whole_quotient(np.int32(states + MERGE_DEPTH - 1), np.int32(MERGE_DEPTH))
+
+
+@cuda.jit(device=True)
+def _later(strand, step, rounds, row_warps):
+    """(strand, round) of a warp after so many rounds of its strand; STRANDS or more where there is none."""
+    step = np.int32(step + STRANDS)
+    if step >= rounds:
+        strand = np.int32(strand + row_warps)
+        step = strand
+    return strand, step
+
+
+@cuda.jit(device=True)
+def _is_there(strand, step, rounds):
+    return strand < STRANDS and step < rounds
+
+
 @cache
-def merge_kernel(vector: int, elements: int, states: int):
+def merge_kernel(vector: int, elements: int, are_results: int):
     """The kernel for accesses of ``vector`` elements (1: any strides) and so many ``elements`` of a state a lane.
 
-    ``states``: of results, whose logarithms lie apart, in place of partials.
+    ``are_results``: states are results, whose logarithms lie apart, not partials.
     """
-    pieces = elements // vector
+    staged = is_staged(vector, bool(are_results))
+    slots = MERGE_SLOTS if staged else 1
+    width = 1 if staged else vector
+    pieces = elements // width
     cells = MERGE_DEPTH * elements
     pair_cells = 2 * MERGE_DEPTH
-    load, load_pair = load_vector(vector), load_vector(2)
-    unpack, unpack_pairs = unpack_vectors(vector, MERGE_DEPTH * pieces), unpack_vectors(2, MERGE_DEPTH)
+    load, unpack = load_vector(width), unpack_vectors(width, MERGE_DEPTH * pieces)
+    turns = -(-MERGE_DEPTH * (32 * elements + 2) // (32 * vector))
+    start_copy, wait_for_slot = start_copy_of(4 * vector if staged else 16), wait_for_all_but(slots - 1)
+    merge_column = merged_column(STRANDS)
 
-    if states:
-
-        @cuda.jit(device=True)
-        def load_totals(source, offset, column_stride, dims, beside, beside_offset, words, pairs, state):
-            pairs[2 * state] = element_at(beside, beside_offset)
-            pairs[2 * state + 1] = _ONE
+    if are_results:
 
         @cuda.jit(device=True)
-        def finish_totals(source, words, pairs):
-            pass
-
-    elif vector > 1:
-
-        @cuda.jit(device=True)
-        def load_totals(source, offset, column_stride, dims, beside, beside_offset, words, pairs, state):
-            load_pair(source, offset + dims, words, 2 * state)
-
-        @cuda.jit(device=True)
-        def finish_totals(source, words, pairs):
-            unpack_pairs(source, words, pairs)
+        def totals_at(source, offset, column_stride, dims, beside, beside_offset):
+            return element_at(beside, beside_offset), _ONE
 
     else:
 
         @cuda.jit(device=True)
-        def load_totals(source, offset, column_stride, dims, beside, beside_offset, words, pairs, state):
-            pairs[2 * state] = element_at(source, offset + dims * column_stride)
-            pairs[2 * state + 1] = element_at(source, offset + (dims + 1) * column_stride)
+        def totals_at(source, offset, column_stride, dims, beside, beside_offset):
+            place = offset + dims * column_stride
+            return element_at(source, place), element_at(source, place + column_stride)
+
+    if staged:
 
         @cuda.jit(device=True)
-        def finish_totals(source, words, pairs):
-            pass
+        def start_round(source, place, first, dims, slot_cell, buffers):
+            """A warp starts to copy a round of states, from the first on."""
+            shared, address, words, values, pairs = buffers
+            start, stride, column_stride, beside, beside_start, beside_stride, states = place
+            pitch = np.int32(dims + 2)
+            offset = start + np.int64(first) * pitch
+            size = np.int32(min(np.int32(states - first), np.int32(MERGE_DEPTH)) * pitch)
+            column = np.int32(cuda.laneid * vector)
+            for turn in range(turns):
+                own = np.int32(column + turn * 32 * vector)
+                if own < size:
+                    start_copy(shared, address, np.int32(slot_cell + own), source, offset + own)
+
+        @cuda.jit(device=True)
+        def take_round(source, dims, slot_cell, buffers):
+            """The oldest round is there."""
+            shared, address, words, values, pairs = buffers
+            wait_for_slot()
+            sync_warp()  # what each lane has copied is there for all
+            pitch = np.int32(dims + 2)
+            for each in range(MERGE_DEPTH):
+                cell = np.int32(slot_cell + each * pitch)
+                pairs[2 * each] = element_at(shared, np.int64(np.int32(cell + dims)))
+                pairs[2 * each + 1] = element_at(shared, np.int64(np.int32(cell + dims + 1)))
+                for element in range(elements):
+                    # Beyond the last element lies what goes into sums that nobody reads; of few, not even memory.
+                    column = min(np.int32(cuda.laneid + element * 32), np.int32(dims - 1))
+                    values[each * elements + element] = element_at(shared, np.int64(np.int32(cell + column)))
+            sync_warp()  # the slot may be filled again
+
+    else:
+
+        @cuda.jit(device=True)
+        def start_round(source, place, first, dims, slot_cell, buffers):
+            """A warp starts to load a round of states, from the first on."""
+            shared, address, words, values, pairs = buffers
+            start, stride, column_stride, beside, beside_start, beside_stride, states = place
+            for each in range(MERGE_DEPTH):
+                # Beyond the last state, that one again.
+                chosen = np.int64(min(np.int32(first + each), np.int32(states - 1)))
+                offset = start + chosen * stride
+                pairs[2 * each], pairs[2 * each + 1] = totals_at(
+                    source, offset, column_stride, np.int64(dims), beside, beside_start + chosen * beside_stride
+                )
+                for piece in range(pieces):
+                    column = np.int32((cuda.laneid + piece * 32) * width)
+                    cell = each * elements + piece * width
+                    if column < dims:
+                        load(source, offset + np.int64(column) * column_stride, words, cell)
+                    else:
+                        for element in range(width):
+                            words[cell + element] = np.uint32(0)
+
+        @cuda.jit(device=True)
+        def take_round(source, dims, slot_cell, buffers):
+            """The round is there."""
+            shared, address, words, values, pairs = buffers
+            unpack(source, words, values)
 
     @cuda.jit(device=True)
-    def load_round(source, place, first, first_column, dims, buffers):
-        """A warp starts to load so many states of its own from the first on."""
-        start, stride, column_stride, beside, beside_start, beside_stride, all_states = place
-        words, pair_words, pairs = buffers
-        for each in range(MERGE_DEPTH):
-            # Beyond the last state, that one again.
-            chosen = np.int64(min(np.int32(first + each * MERGE_WARPS), np.int32(all_states - 1)))
-            offset = start + chosen * stride
-            load_totals(
-                source, offset, column_stride, np.int64(dims), beside, beside_start + chosen * beside_stride,
-                pair_words, pairs, each,
-            )  # fmt: skip
-            for piece in range(pieces):
-                column = np.int32(first_column + piece * 32 * vector)
-                cell = each * elements + piece * vector
-                if column < dims:
-                    load(source, offset + np.int64(column) * column_stride, words, cell)
+    def report_states(source, place, own, end, row_warps, row, rows, dims, dead_max, errors):
+        """A warp looks at its states of a row, up to ``end``, once more and reports what is not finite."""
+        start, stride, column_stride, beside, beside_start, beside_stride, all_states, first = place
+        index = np.int32(own * MERGE_DEPTH)
+        while index < end:
+            state = np.int64(first) + index
+            offset = start + state * stride
+            top, total = totals_at(
+                source, offset, column_stride, np.int64(dims), beside, beside_start + state * beside_stride
+            )
+            flat = (state * rows + row) * dims if are_results else (row * all_states + state) * (dims + 2)
+            if cuda.laneid == 0 and not (top <= dead_max):
+                if are_results:
+                    _record_number(top, state * rows + row, errors)
                 else:
-                    for element in range(vector):
-                        words[cell + element] = np.uint32(0)
-
-    @cuda.jit(device=True)
-    def report_states(source, place, first, end, row, rows, dims, dead_max, words, pairs, errors):
-        """A warp looks at its states of a row once more and reports what is not finite."""
-        start, stride, column_stride, beside, beside_start, beside_stride, all_states = place
-        state = np.int32(first)
-        while state < end:
-            offset = start + np.int64(state) * stride
-            load_totals(
-                source, offset, column_stride, np.int64(dims), beside, beside_start + np.int64(state) * beside_stride,
-                words, pairs, 0,
-            )  # fmt: skip
-            finish_totals(source, words, pairs)
-            flat = (state * rows + row) * dims if states else (row * all_states + state) * (dims + 2)
-            if cuda.laneid == 0 and not (pairs[0] <= dead_max):
-                if states:
-                    _record_number(pairs[0], state * rows + row, errors)
-                else:
-                    _record_number(pairs[0], flat + dims, errors)
-                    _record_number(pairs[1], flat + dims + 1, errors)
-            last = np.int64(dims) if counts(pairs[0], pairs[1], dead_max) else np.int64(0)
+                    _record_number(top, flat + dims, errors)
+                    _record_number(total, flat + dims + 1, errors)
+            last = np.int64(dims) if counts(top, total, dead_max) else np.int64(0)
             report_not_finite(
                 source, offset, column_stride, np.int64(cuda.laneid), 1, last, np.int64(32), flat, errors, 32,
                 FULL_MASK,
             )  # fmt: skip
-            state = opaque(np.int32(state + MERGE_WARPS))
+            index = np.int32(index + 1)
+            if index & (MERGE_DEPTH - 1) == 0:
+                index = np.int32(index + (row_warps - 1) * MERGE_DEPTH)
+            index = opaque(index)
 
     @cuda.jit
     def flash_merge_kernel(
@@ -164,13 +225,13 @@ def merge_kernel(vector: int, elements: int, states: int):
         dims,
         dead_max,
         warps_shift,
+        slots_a_warp,
         parts,
         errors,
     ):
-        shared = cuda.shared.array(0, np.float32)
+        shared = cuda.shared.array(0, np.float32, 16)
         words = cuda.local.array(cells, np.uint32)
         values = cuda.local.array(cells, np.float32)
-        pair_words = cuda.local.array(pair_cells, np.uint32)
         pairs = cuda.local.array(pair_cells, np.float32)
         tops = cuda.local.array(MERGE_DEPTH, np.float32)
         totals = cuda.local.array(MERGE_DEPTH, np.float32)
@@ -196,23 +257,41 @@ def merge_kernel(vector: int, elements: int, states: int):
         beside_start = beside_origin + row_offset(place, beside_stride0, beside_stride1, beside_stride2)
         start = np.int32(part * PART)
         origin = source_origin + row_offset(place, source_stride0, source_stride1, source_stride2)
-        first_column = np.int32(cuda.laneid * vector)
-        all_states = (
+        states = (
             origin, state_stride, column_stride, beside, beside_start, np.int64(beside_step), np.int32(states_a_row),
         )  # fmt: skip
-        buffers = (words, pair_words, pairs)
-        if states_a_row > 0:
-            # Before it is known how many of them count: what is read too much is not used.
-            load_round(source, all_states, np.int32(start + own), first_column, dims, buffers)
-        end = np.int32(states_a_row)
-        if not states and beside.size > 0:
+        pitch = np.int32(dims + 2)
+        slot_cells = np.int32(MERGE_DEPTH * pitch)
+        ring = np.int32(warp * slots_a_warp * slot_cells)
+        buffers = (shared, shared_address(shared) if staged else np.int32(0), words, values, pairs)
+        most = min(np.int32(states_a_row - start), np.int32(PART)) if is_row else np.int32(0)
+        most_rounds = _rounds_of(most)
+        # Before it is known how many states count: what is read too much is not used.
+        read = np.int32(0)
+        for slot in range(slots):
+            step = np.int32(own + slot * STRANDS)
+            if step < most_rounds:
+                first = np.int32(start + step * MERGE_DEPTH)
+                start_round(source, states, first, dims, np.int32(ring + slot * slot_cells), buffers)
+                read = np.int32(slot + 1)
+            if staged:
+                close_group()
+        end = most
+        is_live = start < states_a_row
+        if not are_results and beside.size > 0:
             is_first = part == 0 and own == 0 and cuda.laneid == 0 and is_row
             sample = whole_quotient(np.int32(row), heads)
             reports = reports_lengths and is_first and row == np.int64(sample) * heads
             chunks = chunk_count(beside, beside_start, beside_step, chunk_size, max_chunks, sample, reports, errors)
-            end = whole_quotient(np.int32(chunks + chunks_a_state - 1), chunks_a_state)
-        is_live = start < end
-        end = min(end, np.int32(start + PART)) if is_row else np.int32(0)
+            counted = whole_quotient(np.int32(chunks + chunks_a_state - 1), chunks_a_state)
+            is_live = start < counted
+            end = max(min(most, np.int32(counted - start)), np.int32(0))
+        rounds = _rounds_of(end)
+        strands = min(rounds, np.int32(STRANDS))
+        # Behind what the warps of the block have on its way: the strands of each row.
+        first_cell = np.int32((cuda.blockDim.x >> 5) * slots_a_warp * slot_cells)
+        row_strands = min(_rounds_of(min(np.int32(states_a_row), np.int32(PART))), np.int32(STRANDS))
+        first_cell = np.int32(first_cell + own_row * row_strands * pitch)
 
         row_max = EMPTY_MAX
         row_total = _ZERO
@@ -220,28 +299,57 @@ def merge_kernel(vector: int, elements: int, states: int):
         mends = False
         adding = True
         while adding:
+            adding = False
+            used = np.int32(0)
+            for slot in range(slots):
+                if own + slot * STRANDS < rounds and not mends:
+                    used = np.int32(slot + 1)
+            if staged and used < read:
+                wait_for_copies()
+            # The round that comes to its slot next.
+            ahead = own
+            ahead_step = np.int32(own + used * STRANDS)
+            if ahead_step >= rounds:
+                ahead = np.int32(own + row_warps)
+                ahead_step = ahead
+            if used == 0:
+                ahead = own
+                ahead_step = own
+            for slot in range(slots):
+                if slot >= used:
+                    if _is_there(ahead, ahead_step, rounds):
+                        first = np.int32(start + ahead_step * MERGE_DEPTH)
+                        start_round(source, states, first, dims, np.int32(ring + slot * slot_cells), buffers)
+                        ahead, ahead_step = _later(ahead, ahead_step, rounds, row_warps)
+                    if staged:
+                        close_group()
             for element in range(elements):
                 sums[element] = _ZERO
             row_max = EMPTY_MAX
             row_total = _ZERO
-            state = np.int32(start + own)
-            if mends:
-                load_round(source, all_states, state, first_column, dims, buffers)
-            while state < end:
-                finish_totals(source, pair_words, pairs)
+            strand = own
+            step = own
+            slot_cell = ring
+            while _is_there(strand, step, rounds):
+                take_round(source, dims, slot_cell, buffers)
                 common_max = row_max
                 for each in range(MERGE_DEPTH):
                     top, total = pairs[2 * each], pairs[2 * each + 1]
-                    is_there = state + each * MERGE_WARPS < end and not (top <= dead_max)
+                    is_there = step * MERGE_DEPTH + each < end and not (top <= dead_max)
                     bad |= is_there and (not_finite(top) or not_finite(total))
                     is_counted = is_there and counts(top, total, dead_max)
                     tops[each] = top if is_counted else EMPTY_MAX
                     totals[each] = total if is_counted else _ZERO
                     common_max = maximum(common_max, tops[each])
-                unpack(source, words, values)
-                next_state = np.int32(state + MERGE_DEPTH * MERGE_WARPS)
-                if next_state < end:
-                    load_round(source, all_states, next_state, first_column, dims, buffers)
+                if _is_there(ahead, ahead_step, rounds):
+                    first = np.int32(start + ahead_step * MERGE_DEPTH)
+                    start_round(source, states, first, dims, slot_cell, buffers)
+                    ahead, ahead_step = _later(ahead, ahead_step, rounds, row_warps)
+                if staged:
+                    close_group()
+                    slot_cell = np.int32(slot_cell + slot_cells)
+                    if slot_cell == ring + slots * slot_cells:
+                        slot_cell = ring
                 factor = rescaling(row_max, common_max)
                 row_max = common_max
                 row_total *= factor
@@ -258,29 +366,32 @@ def merge_kernel(vector: int, elements: int, states: int):
                             bad |= is_counted and not is_fine
                             value = value if is_fine else _ZERO
                         sums[element] += weight * (value if is_counted else _ZERO)
-                state = opaque(next_state)
-            # One value that is not finite makes a sum that is not: only then are they looked at one by one.
-            adding = False
-            for element in range(elements):
-                adding |= not (abs(sums[element]) <= FLOAT32_MAX)
+                next_strand, step = _later(strand, step, rounds, row_warps)
+                if next_strand != strand:
+                    cell = np.int32(first_cell + strand * pitch)
+                    for element in range(elements):
+                        column = np.int32((cuda.laneid + element // width * 32) * width + element % width)
+                        if column < dims:
+                            set_element(shared, np.int64(np.int32(cell + column)), sums[element])
+                        # One value that is not finite makes a sum that is not: only then are they looked at one by one.
+                        adding |= not (abs(sums[element]) <= FLOAT32_MAX)
+                        sums[element] = _ZERO
+                    if cuda.laneid == 0:
+                        set_element(shared, np.int64(np.int32(cell + dims)), row_max)
+                        set_element(shared, np.int64(np.int32(cell + dims + 1)), row_total)
+                    row_max = EMPTY_MAX
+                    row_total = _ZERO
+                strand = opaque(next_strand)
+            if staged:
+                wait_for_copies()
             adding = any_lane(adding, FULL_MASK) and not mends
             mends = adding
-        pitch = np.int32(dims + 2)
-        cell = np.int32(warp * pitch)
-        for element in range(elements):
-            column = np.int32(first_column + element // vector * 32 * vector + element % vector)
-            if column < dims:
-                set_element(shared, cell + column, sums[element])
-        if cuda.laneid == 0:
-            set_element(shared, cell + dims, row_max)
-            set_element(shared, cell + dims + 1, row_total)
-        cuda.syncthreads()  # the states of all warps are there
+        cuda.syncthreads()  # the strands of each row are there
         if is_row and (is_live or part == 0):
-            first = np.int32((warp - own) * pitch)
             limit = HALF_MAX if output.itemsize == 2 else FLOAT32_MAX
             column = np.int32(own * 32 + cuda.laneid)
             while column < dims:
-                common_max, total, value = merged_column(shared, first, pitch, row_warps, dims, column)
+                common_max, total, value = merge_column(shared, first_cell, pitch, strands, dims, column)
                 if parts_out.size > 0:
                     index = (row * parts + part) * pitch
                     parts_out[index + column] = finite_result(value, FLOAT32_MAX, index + column, errors)
@@ -296,11 +407,10 @@ def merge_kernel(vector: int, elements: int, states: int):
         if any_lane(bad, FULL_MASK):
             state_place = (
                 origin, state_stride, column_stride, beside, beside_start, np.int64(beside_step),
-                np.int64(states_a_row),
+                np.int64(states_a_row), start,
             )  # fmt: skip
             report_states(
-                source, state_place, start + own, end, row, np.int64(all_rows), np.int64(dims), dead_max, pair_words,
-                pairs, errors,
-            )  # fmt: skip
+                source, state_place, own, end, row_warps, row, np.int64(all_rows), np.int64(dims), dead_max, errors
+            )
 
     return flash_merge_kernel
