@@ -453,9 +453,8 @@ def plan(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
         launches += _chunk_plans(sizes, itemsize, chunk_size, compute_capability)
         if chunks > 1:
             merge = Merge((sizes.batch, sizes.heads), sizes.dims, sizes.heads, chunks, chunk_size)
-            temporary = 4 * sizes.rows * chunks * (sizes.dims + 2)
-            launches += merge_launch_plans(merge, chunks, work_offset=temporary)
-            temporary += merge_workspace(merge, chunks)
+            launches += merge_launch_plans(merge, chunks)
+            temporary = 4 * sizes.rows * chunks * (sizes.dims + 2) + merge_workspace(merge, chunks)
     output = sizes.rows * sizes.dims * itemsize
     moved = bytes_moved(*sizes[:2], sizes.keys, sizes.dims, itemsize, sizes.key_heads)
     return Plan(_DECODE, None, moved - output, output, temporary, launches)

@@ -317,13 +317,11 @@ def merge_bytes_moved(states: int, rows: int, dims: int, itemsize: int) -> int:
     return rows * (states * (dims * itemsize + 4) + dims * itemsize)
 
 
-def merge_launch_plans(
-    merge: Merge, states: int, are_results: bool = False, work_offset: int = 0
-) -> list[LaunchPlan]:
+def merge_launch_plans(merge: Merge, states: int, are_results: bool = False) -> list[LaunchPlan]:
     """The launches of `flash_merging.merge_launches`."""
     return [
         LaunchPlan("flash_merge_kernel", (blocks,), threads, shared_bytes)
-        for blocks, threads, shared_bytes in launch_sizes(merge, states, are_results, work_offset)
+        for blocks, threads, shared_bytes in launch_sizes(merge, states, are_results)
     ]
 
 

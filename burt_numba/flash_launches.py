@@ -35,8 +35,8 @@ _FEW_ON_THEIR_WAY = 4
 """Times as many are wanted where each has only MERGE_DEPTH states on their way, in registers."""
 _MERGE_SHARED_BYTES = 64 * 1024
 """Of shared memory, for a block that merges; every device has as much."""
-_MERGE_BLOCKS = 3
-"""Blocks of MERGE_BLOCK threads that a multiprocessor holds at least; fewer where rows are long: more registers."""
+_MERGE_WARPS = 24
+"""Warps that merge on a multiprocessor, at least; 16 or 8 where a lane has more, in more registers."""
 
 TILE_KEYS = 32
 """Keys that a warp has in shared memory at a time, and as many values."""
@@ -194,11 +194,14 @@ def is_staged(vector: int, are_results: bool) -> bool:
 
 def merge_kernel_spec(vector: int, elements: int, are_results: bool) -> KernelSpec:
     """``elements``: of a row that a lane has; ``are_results``: with logarithms of sums, not partials."""
+    warps = 8
+    if elements <= 4:
+        warps = _MERGE_WARPS if is_staged(vector, are_results) else 16
     return KernelSpec(
         "flash_merge",
         kernel_in("flash_merge", "merge_kernel"),
         (vector, elements, int(are_results)),
-        (MERGE_BLOCK, _MERGE_BLOCKS - int(elements > 4)),
+        (MERGE_BLOCK, 32 * warps // MERGE_BLOCK),
     )
 
 

@@ -52,20 +52,18 @@ class States(NamedTuple):
         """
         strides = (self.origin, *self.strides)
         if not self.are_results:
-            is_whole = self.column_stride == 1 and (self.count <= 1 or self.state_stride == dims + 2)
-            places = (*strides, self.argument.offset // 4)
-            return whole_rows_vector(dims, self.count, places) if is_whole else 1
+            if not are_whole(dims, self.count) or self.column_stride != 1 or (self.count > 1 and self.state_stride != dims + 2):
+                return 1
+            places = (*strides, self.count * (dims + 2), self.argument.offset // 4)
+            return next((each for each in (4, 2) if not any(place % each for place in places)), 1)
         vector = 4 if self.argument.dtype == "f2" else 2
         strides = (*strides, self.state_stride, dims)
         return vector if self.column_stride == 1 and not any(each % vector for each in strides) else 1
 
 
-def whole_rows_vector(dims: int, count: int, places: Iterable[int]) -> int:
-    """Elements of a copy of partials that lie one after another: 4, 2, or 1 where no copy is possible."""
-    odd = count * (dims + 2)
-    for place in places:
-        odd |= place
-    return 4 if odd % 4 == 0 else 2 if odd % 2 == 0 else 1
+def are_whole(dims: int, count: int) -> bool:
+    """Whether rows of ``count`` partials that lie one after another are copied as wholes: all begin at 8 bytes."""
+    return count > 0 and dims % 2 == 0
 
 
 class Merge(NamedTuple):
@@ -193,22 +191,14 @@ def merge_specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
                 yield merge_kernel_spec(vector, elements, True), merge_types(source, source, True)
 
 
-def launch_sizes(
-    merge: Merge, states: int, are_results: bool, work_offset: int = 0
-) -> Iterator[tuple[int, int, int]]:
-    """(blocks, threads, shared bytes) of each launch, for rows that lie one after another.
-
-    ``work_offset``: where in the workspace the launches leave what the next one merges.
-    """
+def launch_sizes(merge: Merge, states: int, are_results: bool) -> Iterator[tuple[int, int, int]]:
+    """(blocks, threads, shared bytes) of each launch, for rows that lie one after another."""
     beside = (1, *(0 for _ in merge.shape[1:]))
-    offset = 0
     for parts in part_counts(states):
-        vector = 1 if are_results else whole_rows_vector(merge.dims, states, (offset // 4,))
-        shape = MergeShape.of(merge.rows, states, parts, merge.dims, is_staged(vector, are_results))
+        shape = MergeShape.of(merge.rows, states, parts, merge.dims, not are_results and are_whole(merge.dims, states))
         for segment in row_segments(merge.shape, (_row_strides(merge, 1), beside)):
             yield -(-segment.rows // shape.rows) * parts, 32 * shape.warps, shape.shared_bytes
-        states, are_results, offset = parts, False, work_offset
-        work_offset += 4 * merge.rows * parts * (merge.dims + 2)
+        states, are_results = parts, False
 
 
 def _row_strides(merge: Merge, row_cells: int) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from burt_numba.host.compiling import compute_capability
 
 # The modules, of which two have the names of their functions.
 DECODING = import_module("burt_numba.flash_decoding")
+REDUCTION = import_module("burt_numba.flash_decoding_reduce")
 
 
 # The documented kernel -----------------------------------------------------------------------------------------------
@@ -140,6 +141,51 @@ def test_more_blocks_than_a_launch_takes(monkeypatch, blocks):
     inputs = inputs_of(3, 2, 40, 4, seq_lens=[40, 0, 17])
     check_chunk(inputs, 16)
     check_flash(inputs, chunk_size=40)
+
+
+# Every way to merge --------------------------------------------------------------------------------------------------
+
+# Kernels of their own: wholes by 16 and by 8 bytes, and element by element.
+LAYOUTS = {
+    "16 bytes": lambda partials: partials,
+    "8 bytes": lambda partials: np.ascontiguousarray(partials[:, :, : max(partials.shape[2] - 1, 1)]),
+    "apart": lambda partials: np.repeat(partials, 2, axis=3)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("warps", [1, 4, 1 << 20], ids=lambda warps: f"{warps} warps")
+@pytest.mark.parametrize(("N", "D"), cases([(36, 8), (4, 8), (1, 132)], [(300, 8), (68, 256), (132, 128)]))
+def test_a_row_has_the_same_bits_however_many_warps_it_has(monkeypatch, warps, N, D):
+    """And however it lies in memory; with elements to mend, and chunks that do not count."""
+    partials = partials_of(3, 1, N, D)
+    partials[2, 0, N // 3, 1], partials[2, 0, N // 2, D], partials[1, 0, 2 * N // 3, D] = np.nan, np.inf, -np.inf
+    lengths = np.int32([N, max(min(N - 1, 9), 1), N])
+
+    def outcomes():
+        for layout in LAYOUTS.values():
+            monkeypatch.setattr(REDUCTION._REDUCE_OPERATION, "_calls", {})
+            yield layout, run_reduce(layout(partials), np.minimum(lengths, layout(partials).shape[2]), 1)
+
+    expected = [outcome for _, outcome in outcomes()]
+    monkeypatch.setattr(flash_launches, "_MERGING_WARPS", warps)
+    for (layout, outcome), before in zip(outcomes(), expected, strict=True):
+        assert_reduced(outcome, layout(partials), np.minimum(lengths, layout(partials).shape[2]), 1)
+        assert outcome.out.tobytes() == before.out.tobytes() and outcome.lse.tobytes() == before.lse.tobytes()
+        assert outcome.counts == before.counts and outcome.first == before.first
+    # Where all the chunks are there, layouts give the same bits.
+    assert expected[0].out.tobytes() == expected[2].out.tobytes()
+    assert expected[0].out[1].tobytes() == expected[1].out[1].tobytes()
+
+
+@pytest.mark.parametrize("rows", [1, 300, 5000])
+@pytest.mark.parametrize("D", [1, 128, 256])
+def test_shared_memory_of_merging(rows, D):
+    """A block takes no more of it than every device has, and has room for what its warps copy."""
+    for states in (0, 1, 5, 40, 256):
+        for staged in (False, True):
+            shape = flash_launches.MergeShape.of(rows, states, 1, D, staged)
+            assert shape.shared_bytes <= 64 * 1024 and shape.rows * shape.row_warps == shape.warps <= 8
+            assert shape.slots == 0 or staged
 
 
 # Plans ---------------------------------------------------------------------------------------------------------------

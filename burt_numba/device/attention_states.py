@@ -31,7 +31,7 @@ def rescaling(row_max, common_max):
 @cuda.jit(device=True)
 def counts(row_max, total, dead_max):
     """Whether a state does."""
-    return row_max > dead_max and row_max <= FLOAT32_MAX and total > _ZERO and total <= FLOAT32_MAX
+    return (row_max > dead_max) & (row_max <= FLOAT32_MAX) & (total > _ZERO) & (total <= FLOAT32_MAX)
 
 
 @cache

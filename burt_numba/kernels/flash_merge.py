@@ -34,7 +34,7 @@ from burt_numba.device.events import INF_INPUT, NAN_INPUT, record_event
 from burt_numba.device.launch_order import wait_for_previous
 from burt_numba.device.numeric import FLOAT32_MAX, maximum, opaque, whole_quotient
 from burt_numba.device.rows import not_finite, report_not_finite, row_offset, row_place
-from burt_numba.device.vector import element_at, load_vector, set_element, unpack_vectors
+from burt_numba.device.vector import element_at, load_vector, rotate_elements, set_element, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp
 from burt_numba.flash_launches import MERGE_DEPTH, MERGE_SLOTS, PART, STRANDS, is_staged
 
@@ -77,14 +77,17 @@ def merge_kernel(vector: int, elements: int, are_results: int):
     """
     staged = is_staged(vector, bool(are_results))
     slots = MERGE_SLOTS if staged else 1
-    width = 1 if staged else vector
+    # Partials in shared memory begin at multiples of 8 bytes.
+    width = 2 if staged else vector
     pieces = elements // width
     cells = MERGE_DEPTH * elements
     pair_cells = 2 * MERGE_DEPTH
     load, unpack = load_vector(width), unpack_vectors(width, MERGE_DEPTH * pieces)
+    load_pair, unpack_pairs = load_vector(2), unpack_vectors(2, MERGE_DEPTH)
+    rotate = rotate_elements(cells, 1)
     turns = -(-MERGE_DEPTH * (32 * elements + 2) // (32 * vector))
     start_copy, wait_for_slot = start_copy_of(4 * vector if staged else 16), wait_for_all_but(slots - 1)
-    merge_column = merged_column(STRANDS)
+    merge_column, only_column = merged_column(STRANDS), merged_column(1)
 
     if are_results:
 
@@ -102,42 +105,43 @@ def merge_kernel(vector: int, elements: int, are_results: int):
     if staged:
 
         @cuda.jit(device=True)
-        def start_round(source, place, first, dims, slot_cell, buffers):
-            """A warp starts to copy a round of states, from the first on."""
-            shared, address, words, values, pairs = buffers
-            start, stride, column_stride, beside, beside_start, beside_stride, states = place
-            pitch = np.int32(dims + 2)
-            offset = start + np.int64(first) * pitch
-            size = np.int32(min(np.int32(states - first), np.int32(MERGE_DEPTH)) * pitch)
+        def start_round(source, place, offset, first, dims, slot_cell, buffers):
+            """A warp starts to copy a round of states, from the first on, which is at ``offset``."""
+            shared, address, words, values, pair_words, pairs = buffers
             column = np.int32(cuda.laneid * vector)
+            cell = np.int32(slot_cell + column)
+            left = np.int32(min(np.int32(place[6] - first), np.int32(MERGE_DEPTH)) * np.int32(dims + 2) - column)
+            offset += column
             for turn in range(turns):
-                own = np.int32(column + turn * 32 * vector)
-                if own < size:
-                    start_copy(shared, address, np.int32(slot_cell + own), source, offset + own)
+                ahead = turn * 32 * vector
+                if left > ahead:
+                    start_copy(shared, address, np.int32(cell + ahead), source, offset + ahead)
 
         @cuda.jit(device=True)
         def take_round(source, dims, slot_cell, buffers):
             """The oldest round is there."""
-            shared, address, words, values, pairs = buffers
+            shared, address, words, values, pair_words, pairs = buffers
             wait_for_slot()
             sync_warp()  # what each lane has copied is there for all
             pitch = np.int32(dims + 2)
+            cell = slot_cell
             for each in range(MERGE_DEPTH):
-                cell = np.int32(slot_cell + each * pitch)
-                pairs[2 * each] = element_at(shared, np.int64(np.int32(cell + dims)))
-                pairs[2 * each + 1] = element_at(shared, np.int64(np.int32(cell + dims + 1)))
-                for element in range(elements):
-                    # Beyond the last element lies what goes into sums that nobody reads; of few, not even memory.
-                    column = min(np.int32(cuda.laneid + element * 32), np.int32(dims - 1))
-                    values[each * elements + element] = element_at(shared, np.int64(np.int32(cell + column)))
+                load_pair(shared, np.int64(np.int32(cell + dims)), pair_words, 2 * each)
+                for piece in range(pieces):
+                    # What is beyond the last element goes into sums that nobody reads.
+                    column = min(np.int32((cuda.laneid + piece * 32) * width), np.int32(dims - width))
+                    load(shared, np.int64(np.int32(cell + column)), words, each * elements + piece * width)
+                cell = np.int32(cell + pitch)
+            unpack_pairs(shared, pair_words, pairs)
+            unpack(shared, words, values)
             sync_warp()  # the slot may be filled again
 
     else:
 
         @cuda.jit(device=True)
-        def start_round(source, place, first, dims, slot_cell, buffers):
+        def start_round(source, place, offset, first, dims, slot_cell, buffers):
             """A warp starts to load a round of states, from the first on."""
-            shared, address, words, values, pairs = buffers
+            shared, address, words, values, pair_words, pairs = buffers
             start, stride, column_stride, beside, beside_start, beside_stride, states = place
             for each in range(MERGE_DEPTH):
                 # Beyond the last state, that one again.
@@ -158,7 +162,7 @@ def merge_kernel(vector: int, elements: int, are_results: int):
         @cuda.jit(device=True)
         def take_round(source, dims, slot_cell, buffers):
             """The round is there."""
-            shared, address, words, values, pairs = buffers
+            shared, address, words, values, pair_words, pairs = buffers
             unpack(source, words, values)
 
     @cuda.jit(device=True)
@@ -188,6 +192,13 @@ def merge_kernel(vector: int, elements: int, are_results: int):
             if index & (MERGE_DEPTH - 1) == 0:
                 index = np.int32(index + (row_warps - 1) * MERGE_DEPTH)
             index = opaque(index)
+
+    @cuda.jit(device=True)
+    def strands_cell(own_row, slots_a_warp, dims, states_a_row):
+        """Where the strands of a row are: behind what the warps of the block have on its way."""
+        row_strands = min(_rounds_of(min(np.int32(states_a_row), np.int32(PART))), np.int32(STRANDS))
+        before = np.int32((opaque(np.int32(cuda.blockDim.x)) >> 5) * slots_a_warp * MERGE_DEPTH)
+        return np.int32((before + own_row * row_strands) * np.int32(dims + 2))
 
     @cuda.jit
     def flash_merge_kernel(
@@ -231,6 +242,7 @@ def merge_kernel(vector: int, elements: int, are_results: int):
     ):
         shared = cuda.shared.array(0, np.float32, 16)
         words = cuda.local.array(cells, np.uint32)
+        pair_words = cuda.local.array(pair_cells, np.uint32)
         values = cuda.local.array(cells, np.float32)
         pairs = cuda.local.array(pair_cells, np.float32)
         tops = cuda.local.array(MERGE_DEPTH, np.float32)
@@ -246,8 +258,11 @@ def merge_kernel(vector: int, elements: int, are_results: int):
         row_warps = np.int32(np.int32(1) << warps_shift)
         own_row = np.int32(warp >> warps_shift)
         own = np.int32(warp & (row_warps - 1))
-        block = whole_quotient(np.int32(cuda.blockIdx.x), parts)
-        part = np.int32(cuda.blockIdx.x - block * parts)
+        block = np.int32(cuda.blockIdx.x)
+        part = np.int32(0)
+        if parts > 1:
+            block = whole_quotient(block, parts)
+            part = np.int32(cuda.blockIdx.x - block * parts)
         local_row = np.int32(block * (cuda.blockDim.x >> (5 + warps_shift)) + own_row)
         is_row = local_row < rows
         place = row_place(min(local_row, np.int32(rows - 1)), size1, magic1, shift1, size2, magic2, shift2)
@@ -263,7 +278,7 @@ def merge_kernel(vector: int, elements: int, are_results: int):
         pitch = np.int32(dims + 2)
         slot_cells = np.int32(MERGE_DEPTH * pitch)
         ring = np.int32(warp * slots_a_warp * slot_cells)
-        buffers = (shared, shared_address(shared) if staged else np.int32(0), words, values, pairs)
+        buffers = (shared, shared_address(shared) if staged else np.int32(0), words, values, pair_words, pairs)
         most = min(np.int32(states_a_row - start), np.int32(PART)) if is_row else np.int32(0)
         most_rounds = _rounds_of(most)
         # Before it is known how many states count: what is read too much is not used.
@@ -272,27 +287,23 @@ def merge_kernel(vector: int, elements: int, are_results: int):
             step = np.int32(own + slot * STRANDS)
             if step < most_rounds:
                 first = np.int32(start + step * MERGE_DEPTH)
-                start_round(source, states, first, dims, np.int32(ring + slot * slot_cells), buffers)
+                offset = origin + np.int64(first) * pitch
+                start_round(source, states, offset, first, dims, np.int32(ring + slot * slot_cells), buffers)
                 read = np.int32(slot + 1)
             if staged:
                 close_group()
         end = most
-        is_live = start < states_a_row
+        is_written = is_row
         if not are_results and beside.size > 0:
             is_first = part == 0 and own == 0 and cuda.laneid == 0 and is_row
             sample = whole_quotient(np.int32(row), heads)
             reports = reports_lengths and is_first and row == np.int64(sample) * heads
             chunks = chunk_count(beside, beside_start, beside_step, chunk_size, max_chunks, sample, reports, errors)
             counted = whole_quotient(np.int32(chunks + chunks_a_state - 1), chunks_a_state)
-            is_live = start < counted
+            is_written = is_row and (part == 0 or start < counted)
             end = max(min(most, np.int32(counted - start)), np.int32(0))
         rounds = _rounds_of(end)
         strands = min(rounds, np.int32(STRANDS))
-        # Behind what the warps of the block have on its way: the strands of each row.
-        first_cell = np.int32((cuda.blockDim.x >> 5) * slots_a_warp * slot_cells)
-        row_strands = min(_rounds_of(min(np.int32(states_a_row), np.int32(PART))), np.int32(STRANDS))
-        first_cell = np.int32(first_cell + own_row * row_strands * pitch)
-
         row_max = EMPTY_MAX
         row_total = _ZERO
         bad = False
@@ -315,12 +326,15 @@ def merge_kernel(vector: int, elements: int, are_results: int):
             if used == 0:
                 ahead = own
                 ahead_step = own
+            ahead_offset = origin + np.int64(np.int32(start + ahead_step * MERGE_DEPTH)) * pitch
             for slot in range(slots):
                 if slot >= used:
                     if _is_there(ahead, ahead_step, rounds):
                         first = np.int32(start + ahead_step * MERGE_DEPTH)
-                        start_round(source, states, first, dims, np.int32(ring + slot * slot_cells), buffers)
-                        ahead, ahead_step = _later(ahead, ahead_step, rounds, row_warps)
+                        start_round(source, states, ahead_offset, first, dims, np.int32(ring + slot * slot_cells), buffers)
+                        ahead, next_step = _later(ahead, ahead_step, rounds, row_warps)
+                        ahead_offset += np.int32((next_step - ahead_step) * slot_cells)
+                        ahead_step = next_step
                     if staged:
                         close_group()
             for element in range(elements):
@@ -332,24 +346,39 @@ def merge_kernel(vector: int, elements: int, are_results: int):
             slot_cell = ring
             while _is_there(strand, step, rounds):
                 take_round(source, dims, slot_cell, buffers)
-                common_max = row_max
                 for each in range(MERGE_DEPTH):
-                    top, total = pairs[2 * each], pairs[2 * each + 1]
-                    is_there = step * MERGE_DEPTH + each < end and not (top <= dead_max)
-                    bad |= is_there and (not_finite(top) or not_finite(total))
-                    is_counted = is_there and counts(top, total, dead_max)
-                    tops[each] = top if is_counted else EMPTY_MAX
-                    totals[each] = total if is_counted else _ZERO
-                    common_max = maximum(common_max, tops[each])
+                    tops[each], totals[each] = pairs[2 * each], pairs[2 * each + 1]
                 if _is_there(ahead, ahead_step, rounds):
                     first = np.int32(start + ahead_step * MERGE_DEPTH)
-                    start_round(source, states, first, dims, slot_cell, buffers)
-                    ahead, ahead_step = _later(ahead, ahead_step, rounds, row_warps)
+                    start_round(source, states, ahead_offset, first, dims, slot_cell, buffers)
+                    ahead, next_step = _later(ahead, ahead_step, rounds, row_warps)
+                    ahead_offset += np.int32((next_step - ahead_step) * slot_cells)
+                    ahead_step = next_step
                 if staged:
                     close_group()
                     slot_cell = np.int32(slot_cell + slot_cells)
-                    if slot_cell == ring + slots * slot_cells:
+                    if slot_cell == np.int32(ring + slots * slot_cells):
                         slot_cell = ring
+                common_max = row_max
+                left = np.int32(end - step * MERGE_DEPTH)
+                for each in range(MERGE_DEPTH):
+                    top, total = tops[each], totals[each]
+                    is_there = (left > each) & (not (top <= dead_max))
+                    # Where their sum overflows it is looked for something bad, and not found.
+                    bad |= is_there & (not (abs(top) + abs(total) <= FLOAT32_MAX))
+                    is_counted = is_there & counts(top, total, dead_max)
+                    tops[each] = top if is_counted else EMPTY_MAX
+                    totals[each] = total if is_counted else _ZERO
+                    common_max = maximum(common_max, tops[each])
+                if mends:
+                    # A loop: written out, it would be in the way of all that have nothing to mend.
+                    turn = np.int32(0)
+                    while turn < cells:
+                        is_fine = abs(values[0]) <= FLOAT32_MAX
+                        bad |= not is_fine
+                        values[0] = values[0] if is_fine else _ZERO
+                        rotate(values)
+                        turn = opaque(np.int32(turn + 1))
                 factor = rescaling(row_max, common_max)
                 row_max = common_max
                 row_total *= factor
@@ -361,14 +390,10 @@ def merge_kernel(vector: int, elements: int, are_results: int):
                     row_total += totals[each] * weight
                     for element in range(elements):
                         value = values[each * elements + element]
-                        if mends:
-                            is_fine = abs(value) <= FLOAT32_MAX
-                            bad |= is_counted and not is_fine
-                            value = value if is_fine else _ZERO
                         sums[element] += weight * (value if is_counted else _ZERO)
                 next_strand, step = _later(strand, step, rounds, row_warps)
                 if next_strand != strand:
-                    cell = np.int32(first_cell + strand * pitch)
+                    cell = np.int32(strands_cell(own_row, slots_a_warp, dims, states_a_row) + strand * pitch)
                     for element in range(elements):
                         column = np.int32((cuda.laneid + element // width * 32) * width + element % width)
                         if column < dims:
@@ -386,12 +411,23 @@ def merge_kernel(vector: int, elements: int, are_results: int):
                 wait_for_copies()
             adding = any_lane(adding, FULL_MASK) and not mends
             mends = adding
-        cuda.syncthreads()  # the strands of each row are there
-        if is_row and (is_live or part == 0):
+        # The strands of each row are there.
+        if row_warps > 1:
+            cuda.syncthreads()
+        else:
+            sync_warp()
+        # Made anew: kept, these would take registers.
+        first_cell = strands_cell(own_row, slots_a_warp, dims, states_a_row)
+        row = np.int64(first_row) + opaque(local_row)
+        if is_written:
             limit = HALF_MAX if output.itemsize == 2 else FLOAT32_MAX
             column = np.int32(own * 32 + cuda.laneid)
             while column < dims:
-                common_max, total, value = merge_column(shared, first_cell, pitch, strands, dims, column)
+                # Rows of few states are many: their strand is not looked for among others.
+                if strands == 1:
+                    common_max, total, value = only_column(shared, first_cell, pitch, strands, dims, column)
+                else:
+                    common_max, total, value = merge_column(shared, first_cell, pitch, strands, dims, column)
                 if parts_out.size > 0:
                     index = (row * parts + part) * pitch
                     parts_out[index + column] = finite_result(value, FLOAT32_MAX, index + column, errors)
@@ -405,6 +441,10 @@ def merge_kernel(vector: int, elements: int, are_results: int):
                         write_log_sum(row, common_max, total, lse_out, errors)
                 column = opaque(np.int32(column + 32 * row_warps))
         if any_lane(bad, FULL_MASK):
+            last_row = min(opaque(local_row), np.int32(rows - 1))
+            place = row_place(last_row, size1, magic1, shift1, size2, magic2, shift2)
+            origin = source_origin + row_offset(place, source_stride0, source_stride1, source_stride2)
+            beside_start = beside_origin + row_offset(place, beside_stride0, beside_stride1, beside_stride2)
             state_place = (
                 origin, state_stride, column_stride, beside, beside_start, np.int64(beside_step),
                 np.int64(states_a_row), start,
