@@ -6,7 +6,7 @@ launch merges these: the order depends on the number of states alone, never on h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from burt_numba.flash_launches import DEAD_MAX, PART, MergeShape, is_staged, merge_elements, merge_kernel_spec
@@ -52,7 +52,8 @@ class States(NamedTuple):
         """
         strides = (self.origin, *self.strides)
         if not self.are_results:
-            if not are_whole(dims, self.count) or self.column_stride != 1 or (self.count > 1 and self.state_stride != dims + 2):
+            is_dense = self.column_stride == 1 and (self.count <= 1 or self.state_stride == dims + 2)
+            if not is_dense or not are_whole(dims, self.count):
                 return 1
             places = (*strides, self.count * (dims + 2), self.argument.offset // 4)
             return next((each for each in (4, 2) if not any(place % each for place in places)), 1)

@@ -74,7 +74,9 @@ else:
                 # What the condition rules out is dropped.
                 with builder.if_else(at_least(builder, 8, 0)) as (asynchronous, plain):
                     with asynchronous:
-                        place = builder.add(address_value, builder.mul(index_value, ir.Constant(index_value.type, item_bytes)))
+                        place = builder.add(
+                            address_value, builder.mul(index_value, ir.Constant(index_value.type, item_bytes))
+                        )
                         operands = [place, builder.ptrtoint(origin, ir.IntType(64))]
                         assembly(builder, ir.VoidType(), operands, _COPY[size], "r,l,~{memory}")
                     with plain:

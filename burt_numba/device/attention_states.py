@@ -36,7 +36,7 @@ def counts(row_max, total, dead_max):
 
 @cache
 def merged_column(most: int):
-    """A device function ``(cells, first, apart, states, dims, column)`` for up to ``most`` states, all of finite numbers.
+    """A device function ``(cells, first, apart, states, dims, column)`` for up to ``most`` states of finite numbers.
 
     It gives (m, l, one of the D sums) of them together, added up in their order. They lie ``apart`` in an array from
     ``first`` on.

@@ -1,8 +1,9 @@
 """The kernel that merges states: partials of chunks, or results with the logarithms of their sums.
 
-Of a row, or of a part of it, MERGE_DEPTH states in a row are a round, which a warp adds up at once; round i is of strand
-i % STRANDS. A strand is a sum of its own, and the strands of a row are merged in their order. So a row is added up in an
-order that depends on the number of its states alone, whether each strand has a warp or one warp takes all of a row:
+Of a row, or of a part of it, MERGE_DEPTH states one after another are a round, which a warp adds up at once; round i is
+of strand i % STRANDS. A strand is a sum of its own, and the strands of a row are merged in their order. So a row is
+added up in an order that depends on the number of its states alone, whether each strand has a warp or one warp takes
+all of a row:
 
     states      0 1 2 3   4 5 6 7   8 9 10 11  ..    32 33 34 35  ..
     strand         0         1          2                 0           warp: strand % the warps of a row
@@ -107,7 +108,7 @@ def merge_kernel(vector: int, elements: int, are_results: int):
         @cuda.jit(device=True)
         def start_round(source, place, offset, first, dims, slot_cell, buffers):
             """A warp starts to copy a round of states, from the first on, which is at ``offset``."""
-            shared, address, words, values, pair_words, pairs = buffers
+            shared, address = buffers[:2]
             column = np.int32(cuda.laneid * vector)
             cell = np.int32(slot_cell + column)
             left = np.int32(min(np.int32(place[6] - first), np.int32(MERGE_DEPTH)) * np.int32(dims + 2) - column)
@@ -120,7 +121,7 @@ def merge_kernel(vector: int, elements: int, are_results: int):
         @cuda.jit(device=True)
         def take_round(source, dims, slot_cell, buffers):
             """The oldest round is there."""
-            shared, address, words, values, pair_words, pairs = buffers
+            shared, _, words, values, pair_words, pairs = buffers
             wait_for_slot()
             sync_warp()  # what each lane has copied is there for all
             pitch = np.int32(dims + 2)
@@ -141,7 +142,7 @@ def merge_kernel(vector: int, elements: int, are_results: int):
         @cuda.jit(device=True)
         def start_round(source, place, offset, first, dims, slot_cell, buffers):
             """A warp starts to load a round of states, from the first on."""
-            shared, address, words, values, pair_words, pairs = buffers
+            words, pairs = buffers[2], buffers[5]
             start, stride, column_stride, beside, beside_start, beside_stride, states = place
             for each in range(MERGE_DEPTH):
                 # Beyond the last state, that one again.
@@ -162,8 +163,7 @@ def merge_kernel(vector: int, elements: int, are_results: int):
         @cuda.jit(device=True)
         def take_round(source, dims, slot_cell, buffers):
             """The round is there."""
-            shared, address, words, values, pair_words, pairs = buffers
-            unpack(source, words, values)
+            unpack(source, buffers[2], buffers[3])
 
     @cuda.jit(device=True)
     def report_states(source, place, own, end, row_warps, row, rows, dims, dead_max, errors):
@@ -331,7 +331,9 @@ def merge_kernel(vector: int, elements: int, are_results: int):
                 if slot >= used:
                     if _is_there(ahead, ahead_step, rounds):
                         first = np.int32(start + ahead_step * MERGE_DEPTH)
-                        start_round(source, states, ahead_offset, first, dims, np.int32(ring + slot * slot_cells), buffers)
+                        start_round(
+                            source, states, ahead_offset, first, dims, np.int32(ring + slot * slot_cells), buffers
+                        )
                         ahead, next_step = _later(ahead, ahead_step, rounds, row_warps)
                         ahead_offset += np.int32((next_step - ahead_step) * slot_cells)
                         ahead_step = next_step
