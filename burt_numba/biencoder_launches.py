@@ -38,7 +38,7 @@ VALUE_DIMS = 64
 MOST_TILES_WARPS = 4
 TILES_RESIDENT = 256
 """Threads that a multiprocessor holds at least: 255 registers each."""
-_STATIC_BYTES = 2560
+_STATIC_BYTES = 5120
 _FEW_CONTEXTS = 1024
 """Up to this many, blocks of a cluster take longer to meet than one of them for all."""
 LARGEST_TILES_SCALE = 2.0**60

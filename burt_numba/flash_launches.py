@@ -29,7 +29,7 @@ MERGE_SLOTS = 3
 """Times MERGE_DEPTH states that a warp has on their way to shared memory, where they lie one after another."""
 _LEAST_MERGE_WARPS = 4
 """Warps of a block that merges, where shared memory holds as many."""
-_MERGING_WARPS = 2048
+_MERGING_WARPS = 8192
 """Warps that keep a device busy: of more, some take several strands of a row."""
 _FEW_ON_THEIR_WAY = 4
 """Times as many are wanted where each has only MERGE_DEPTH states on their way, in registers."""

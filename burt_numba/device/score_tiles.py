@@ -27,7 +27,7 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import EXACT, FRAGMENT, HALF, KEY_TILES, ROW_TILES, STRETCH, TILE_ROWS, VALUE_DIMS
 from burt_numba.device.events import record_bad_elements
-from burt_numba.device.numeric import choose, maximum, minimum, opaque
+from burt_numba.device.numeric import choose, maximum, minimum, opaque, whole_quotient
 from burt_numba.device.staged_rows import staged_rows
 from burt_numba.device.tensor_cores import cut, halves_beside, multiply_add, pair_of_halves, rounded
 from burt_numba.device.vector import load_vector, rotate_elements, set_element, unpack_vectors
@@ -59,8 +59,8 @@ def own_place(queries):
     block = opaque(np.int32(cuda.blockIdx.x))
     warp = np.int32(cuda.threadIdx.x >> 5)
     block_queries = np.int32((cuda.blockDim.x >> 5) * ROW_TILES * TILE_ROWS)
-    blocks = np.int32((queries + block_queries - 1) // block_queries)
-    sample_head = np.int32(block // blocks)
+    blocks = np.int32(whole_quotient(np.int32(queries - 1), block_queries) + 1)
+    sample_head = whole_quotient(block, blocks)
     return sample_head, np.int32((block - sample_head * blocks) * block_queries + warp * ROW_TILES * TILE_ROWS)
 
 
@@ -68,8 +68,8 @@ def own_place(queries):
 def own_start(origin, sample_stride, head_stride, heads, group, queries):
     """Where the keys or values of the warp's head start: made anew for each pass, since all would be kept at once."""
     sample_head, _first_query = own_place(queries)
-    sample = np.int32(sample_head // heads)
-    key_head = np.int32((sample_head - sample * heads) // group)
+    sample = whole_quotient(sample_head, np.int32(heads))
+    key_head = whole_quotient(np.int32(sample_head - sample * heads), np.int32(group))
     return origin + sample * sample_stride + key_head * head_stride
 
 

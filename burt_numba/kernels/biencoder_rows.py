@@ -40,7 +40,7 @@ from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, choose, ex
 from burt_numba.device.row_bounds import report_row, row_bound
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
-from burt_numba.device.vector import element_at, load_vector, store_vector, unpack_vectors
+from burt_numba.device.vector import element_at, load_vector, prefetch_line, store_vector, unpack_vectors
 from burt_numba.device.warp import (
     FULL_MASK,
     any_lane,
@@ -152,6 +152,12 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
             sums[key] = _ZERO
         dim = np.int32(lane * width)
         while dim < dims:
+            if vector > 1:
+                # Each lane asks for a line of its own key that comes next, or of the next chunk's.
+                line = np.int32(dim - lane * width + ROWS_LANES * width)
+                is_last = line >= dims
+                ahead = min(np.int32(context + cuda.blockDim.x) if is_last else np.int32(context), np.int32(length - 1))
+                prefetch_line(keys, key_start + np.int64(ahead) * key_stride + (np.int32(0) if is_last else line))
             add_products(
                 keys,
                 key_start,

@@ -47,7 +47,17 @@ from burt_numba.device.entropy import (
     variance_of,
 )
 from burt_numba.device.events import ENTROPY_OVERFLOW, record_bad_elements, record_event
-from burt_numba.device.numeric import FLOAT32_MAX, LOG2_E, NEGATIVE_INFINITY, choose, exp2, maximum, minimum, opaque
+from burt_numba.device.numeric import (
+    FLOAT32_MAX,
+    LOG2_E,
+    NEGATIVE_INFINITY,
+    choose,
+    exp2,
+    maximum,
+    minimum,
+    opaque,
+    whole_quotient,
+)
 from burt_numba.device.query_tiles import query_tiles
 from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
 from burt_numba.device.score_tiles import own_place, own_start, score_tiles
@@ -74,6 +84,9 @@ _SLOTS = 2 * ROW_TILES
 """Queries of which a lane has scores; as many lanes share each."""
 _WARP_QUERIES = ROW_TILES * TILE_ROWS
 _ALL_SUMS = 4 * MOST_TILES_WARPS * _WARP_QUERIES
+_MOST_THREADS = 32 * MOST_TILES_WARPS
+_ALL_PARKED = 5 * _MOST_THREADS
+"""What a lane knows of its query and does not need while it multiplies values, which takes all registers."""
 _TILE_PRODUCTS = 4 * KEY_TILES
 _PRODUCTS = ROW_TILES * _TILE_PRODUCTS
 
@@ -364,6 +377,7 @@ def tiles_kernel(kind: int, vector: int):
         gathered_maxima = cuda.shared.array(_WARP_QUERIES, np.float32)
         gathered_factors = cuda.shared.array(_WARP_QUERIES, np.float32)
         gathered_sums = cuda.shared.array(_ALL_SUMS, np.float32)
+        parked = cuda.shared.array(_ALL_PARKED, np.float32)
         piece_words = cuda.local.array(pieces_words, np.uint32)
         piece_numbers = cuda.local.array(pieces_words, np.float32)
         words = cuda.local.array(_TILE_PRODUCTS, np.uint32)
@@ -401,9 +415,9 @@ def tiles_kernel(kind: int, vector: int):
         own_row = np.int32((turn >> 1) * 16 + (turn & 1) * 8 + (lane >> 2))
 
         sample_head, first_query = own_place(queries)
-        sample = np.int32(sample_head // heads)
+        sample = whole_quotient(sample_head, np.int32(heads))
         head = np.int32(sample_head - sample * heads)
-        key_head = np.int32(head // group)
+        key_head = whole_quotient(head, np.int32(group))
         valid = np.int32(min(queries - first_query, _WARP_QUERIES))
         leads = first_query == 0 and lane == 0
         length_place = lengths_origin + np.int64(sample) * length_stride
@@ -662,6 +676,12 @@ def tiles_kernel(kind: int, vector: int):
                 _give(minimum(tried_beta * _bits_of(scale), FLOAT32_MAX), factors)
                 # Where there is no query, no value has weight.
                 _give(_HALF_OF * exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
+            own_cell = np.int64(cuda.threadIdx.x)
+            set_element(parked, own_cell, half_maximum)
+            set_element(parked, own_cell + _MOST_THREADS, beta)
+            set_element(parked, own_cell + 2 * _MOST_THREADS, low_beta)
+            set_element(parked, own_cell + 3 * _MOST_THREADS, high_beta)
+            set_element(parked, own_cell + 4 * _MOST_THREADS, bound)
             mends = False
             adding = True
             while adding:
@@ -733,6 +753,12 @@ def tiles_kernel(kind: int, vector: int):
                     results[place] *= finals[place // tile_sums * 2 + ((place >> 1) & 1)]
                     bad |= not (abs(results[place]) <= limit)
                 bad = cuda.syncthreads_or(np.int32(bad)) != 0
+                own_cell = np.int64(opaque(np.int32(cuda.threadIdx.x)))
+                half_maximum = element_at(parked, own_cell)
+                beta = element_at(parked, own_cell + _MOST_THREADS)
+                low_beta = element_at(parked, own_cell + 2 * _MOST_THREADS)
+                high_beta = element_at(parked, own_cell + 3 * _MOST_THREADS)
+                bound = element_at(parked, own_cell + 4 * _MOST_THREADS)
                 total, first = exp2(-lift) * _own(totals, turn), exp2(-lift) * _own(firsts, turn)
                 entropy = entropy_of(total, first)
                 if first_dim == 0:
