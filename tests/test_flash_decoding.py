@@ -619,6 +619,32 @@ def test_bad_states(value):
     assert outcome.counts == wanted
 
 
+def huge_partials(chunks, D):
+    """The sum of two of these overflows."""
+    partials = np.full((1, 2, chunks, D + 2), 3e38, np.float32)
+    partials[..., D:] = 0, 1
+    return partials
+
+
+@pytest.mark.parametrize("D", [4, 5])
+@pytest.mark.parametrize(("chunks", "heavy"), [(8, 4), (40, 16), (40, 32), (200, 196)])
+def test_sums_that_overflow_without_weight_do_not_count(D, chunks, heavy):
+    partials = huge_partials(chunks, D)
+    partials[:, :, heavy : heavy + 4] = 1
+    partials[:, :, heavy : heavy + 4, D] = 300
+    outcome = run_reduce(partials, np.int32([32 * chunks]))
+    assert (outcome.out == 1).all() and outcome.counts == {}
+
+
+@pytest.mark.parametrize("D", [4, 5])
+def test_sums_that_overflow_to_either_side_are_0_and_recorded(D):
+    """No NaN was given, and none is reported."""
+    partials = huge_partials(40, D)
+    partials[:, :, :20, :D] *= -1
+    outcome = run_reduce(partials, np.int32([32 * 40]))
+    assert (outcome.out == 0).all() and outcome.counts == {2: 2 * D}
+
+
 def test_a_result_beyond_its_type_is_0_and_recorded():
     outcome = check_reduce(chunks_of(([3e38, 1e-3], 0.0, 1e-2)), np.int32([32]))
     assert outcome.out.ravel() == pytest.approx([0, 0.1]) and (outcome.counts, outcome.first) == ({2: 1}, (0, 2))

@@ -20,6 +20,7 @@ EMPTY_MAX = -FLOAT32_MAX
 """m of a state of no keys. Differences from the lowest finite number are never NaN."""
 DEAD_MAX = np.float32(launches.DEAD_MAX)
 _ZERO = np.float32(0.0)
+_INFINITY = np.float32(np.inf)
 
 
 @cuda.jit(device=True)
@@ -36,7 +37,7 @@ def counts(row_max, total, dead_max):
 
 @cache
 def merged_column(most: int):
-    """A device function ``(cells, first, apart, states, dims, column)`` for up to ``most`` states of finite numbers.
+    """A device function ``(cells, first, apart, states, dims, column)`` for up to ``most`` states without a NaN.
 
     It gives (m, l, one of the D sums) of them together, added up in their order. They lie ``apart`` in an array from
     ``first`` on.
@@ -60,9 +61,11 @@ def merged_column(most: int):
             weight = rescaling(weights[state], common_max)
             own_total = element_at(cells, np.int64(np.int32(place + dims + 1)))
             own_value = element_at(cells, np.int64(np.int32(place + column)))
-            if state < states:
+            # A sum that has overflowed may carry no weight.
+            if state < states and weight > _ZERO:
                 total += own_total * weight
                 value += own_value * weight
-        return common_max, total, value
+        # Of sums that have overflowed to either side, there is one that has: nothing here is NaN.
+        return common_max, total, value if value == value else _INFINITY
 
     return merge

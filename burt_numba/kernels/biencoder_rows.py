@@ -35,8 +35,25 @@ from burt_numba.device.attention import (
 from burt_numba.device.block import SCRATCH_SIZE
 from burt_numba.device.cluster import SCRATCH_SIZE as EXCHANGE_SIZE
 from burt_numba.device.cluster import cluster_barrier, cluster_store
-from burt_numba.device.entropy import GAP_RANGE, column_sums, entropy_search, first_beta, gap_of, last_beta
-from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, choose, exp2, maximum, opaque, whole_quotient
+from burt_numba.device.entropy import (
+    GAP_RANGE,
+    beta_of_two,
+    column_sums,
+    entropy_search,
+    first_beta,
+    gap_of,
+    last_beta,
+)
+from burt_numba.device.numeric import (
+    FLOAT32_MAX,
+    NEGATIVE_INFINITY,
+    choose,
+    exp2,
+    maximum,
+    minimum,
+    opaque,
+    whole_quotient,
+)
 from burt_numba.device.row_bounds import report_row, row_bound
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
@@ -400,12 +417,17 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
         key_buffers = (key_words, key_values, key_sums, query_words, query_values)
         scores = (keys, key_place, shared, key_buffers, length, dims, scale, errors)
         row_max = NEGATIVE_INFINITY
+        runner_up = NEGATIVE_INFINITY
         for context in range(part_start + thread, part_padded, threads):
             score = chunk_score(scores, np.int32(context), True)
+            runner_up = maximum(runner_up, minimum(row_max, score))
             row_max = maximum(row_max, score)
             if resident:
                 shared[first_score + context - part_start] = score
+        own_max = row_max
         row_max = reduce_max(row_max, scratch, exchange, 0)
+        # Any other score than the greatest will do to start from; of a tie of threads, a lower one.
+        runner_up = reduce_max(runner_up if own_max == row_max else own_max, scratch, exchange, 1)
         if row_max == NEGATIVE_INFINITY:
             row_max = _ZERO
         reports = leads and thread == 0
@@ -422,7 +444,8 @@ def rows_kernel(vector: int, half: int, blocks: int, resident: int):
                 shared[cell] = gap_of(row_max, shared[cell], gap_limit)
         source = (scores, shared, part_start, row_max, gap_limit)
         data = (source, part_start + thread, part_padded, threads, scratch, exchange)
-        beta, total, entropy, _phase = search(data, bound, lowest_beta, highest_beta, max_iterations, 1)
+        start_beta = beta_of_two(gap_of(row_max, runner_up, gap_limit), bound, lowest_beta, highest_beta)
+        beta, total, entropy, _phase = search(data, bound, start_beta, highest_beta, max_iterations, 0)
         row = own_row(first_row)
         if reports:
             report_row(

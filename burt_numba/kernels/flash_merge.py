@@ -119,8 +119,8 @@ def merge_kernel(vector: int, elements: int, are_results: int):
                     start_copy(shared, address, np.int32(cell + ahead), source, offset + ahead)
 
         @cuda.jit(device=True)
-        def take_round(source, dims, slot_cell, buffers):
-            """The oldest round is there."""
+        def take_round(source, left, dims, slot_cell, buffers):
+            """The oldest round is there: so many states that are ``left``, or MERGE_DEPTH."""
             shared, _, words, values, pair_words, pairs = buffers
             wait_for_slot()
             sync_warp()  # what each lane has copied is there for all
@@ -132,7 +132,9 @@ def merge_kernel(vector: int, elements: int, are_results: int):
                     # What is beyond the last element goes into sums that nobody reads.
                     column = min(np.int32((cuda.laneid + piece * 32) * width), np.int32(dims - width))
                     load(shared, np.int64(np.int32(cell + column)), words, each * elements + piece * width)
-                cell = np.int32(cell + pitch)
+                # Beyond the last state, that one again.
+                if each + 1 < left:
+                    cell = np.int32(cell + pitch)
             unpack_pairs(shared, pair_words, pairs)
             unpack(shared, words, values)
             sync_warp()  # the slot may be filled again
@@ -161,7 +163,7 @@ def merge_kernel(vector: int, elements: int, are_results: int):
                             words[cell + element] = np.uint32(0)
 
         @cuda.jit(device=True)
-        def take_round(source, dims, slot_cell, buffers):
+        def take_round(source, left, dims, slot_cell, buffers):
             """The round is there."""
             unpack(source, buffers[2], buffers[3])
 
@@ -347,7 +349,8 @@ def merge_kernel(vector: int, elements: int, are_results: int):
             step = own
             slot_cell = ring
             while _is_there(strand, step, rounds):
-                take_round(source, dims, slot_cell, buffers)
+                left = np.int32(end - step * MERGE_DEPTH)
+                take_round(source, left, dims, slot_cell, buffers)
                 for each in range(MERGE_DEPTH):
                     tops[each], totals[each] = pairs[2 * each], pairs[2 * each + 1]
                 if _is_there(ahead, ahead_step, rounds):
@@ -362,7 +365,6 @@ def merge_kernel(vector: int, elements: int, are_results: int):
                     if slot_cell == np.int32(ring + slots * slot_cells):
                         slot_cell = ring
                 common_max = row_max
-                left = np.int32(end - step * MERGE_DEPTH)
                 for each in range(MERGE_DEPTH):
                     top, total = tops[each], totals[each]
                     is_there = (left > each) & (not (top <= dead_max))
@@ -384,6 +386,10 @@ def merge_kernel(vector: int, elements: int, are_results: int):
                 factor = rescaling(row_max, common_max)
                 row_max = common_max
                 row_total *= factor
+                if mends and factor == _ZERO:
+                    # What has overflowed without carrying any weight is gone.
+                    for element in range(elements):
+                        sums[element] = _ZERO
                 for element in range(elements):
                     sums[element] *= factor
                 for each in range(MERGE_DEPTH):
@@ -426,7 +432,9 @@ def merge_kernel(vector: int, elements: int, are_results: int):
             column = np.int32(own * 32 + cuda.laneid)
             while column < dims:
                 # Rows of few states are many: their strand is not looked for among others.
-                if strands == 1:
+                if strands == 0:
+                    common_max, total, value = EMPTY_MAX, _ZERO, _ZERO
+                elif strands == 1:
                     common_max, total, value = only_column(shared, first_cell, pitch, strands, dims, column)
                 else:
                     common_max, total, value = merge_column(shared, first_cell, pitch, strands, dims, column)
