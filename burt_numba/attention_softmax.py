@@ -56,16 +56,17 @@ def attention_softmax(
 
     Parameters
     ----------
-    scores : array [B, H, Sq, Sk], float32 or float16
+    scores : array [B, H, Q, K], float32 or float16
         Of any family and any strides. -inf masks a score.
     mask : array, optional
-        Of any shape that broadcasts to the scores ([B, 1, 1, Sk], say): bool (True: attend), or float32 or the type of
+        Of any shape that broadcasts to the scores ([B, 1, 1, K], say): bool (True: attend), or float32 or the type of
         the scores, added in float32. -inf hides a score, whatever it is.
     causal : bool
         Hide key j from query i when ``j > i + causal_offset``. Hidden scores never influence the result.
     causal_offset : int, optional
-        0 by default; must be given when Sq differs from Sk (``Sk - Sq`` lines up the last query with the last key).
-    out : array [B, H, Sq, Sk] of the type of ``scores``, optional
+        0 by default; must be given when Q differs from K (``K - Q`` lines up the last query with the last key), and not
+        without ``causal``.
+    out : array [B, H, Q, K] of the type of ``scores``, optional
         C-contiguous; may be ``scores`` itself.
     stream : optional
         A stream of any library, or its handle. Default: the current stream of the array library.
@@ -76,7 +77,7 @@ def attention_softmax(
 
     Returns
     -------
-    array [B, H, Sq, Sk]
+    array [B, H, Q, K]
         ``out``, or a new array of the family of ``scores``. Hidden scores give exactly 0, and a query that sees no key
         a row of zeros. An empty axis gives an empty result.
 
@@ -111,6 +112,10 @@ def attention_softmax(
         causal_offset = require_count(_NAME, "causal_offset", causal_offset, -_LARGEST_OFFSET)
         if causal_offset > _LARGEST_OFFSET:
             raise BurtDimensionError(f"{_NAME}: causal_offset: expected at most 2**40, got {causal_offset}")
+        if not causal:
+            raise BurtDimensionError(
+                f"{_NAME}: causal_offset: expected None without causal=True, where it has no effect, got {causal_offset}"
+            )
     return _OPERATION((scores, mask, out), (), (causal, causal_offset), stream, errors, validate_output)
 
 
@@ -214,7 +219,7 @@ def _answer(request: Request) -> Answer:
     assert scores is not None
     require_dtype(_NAME, "scores", scores, FLOATING)
     if len(scores.shape) != 4:
-        raise BurtDimensionError(f"{_NAME}: scores: expected 4 dimensions [B, H, Sq, Sk], got {scores}")
+        raise BurtDimensionError(f"{_NAME}: scores: expected 4 dimensions [B, H, Q, K], got {scores}")
     shape = scores.shape
     mask_kind = _NO_MASK
     if mask is not None:
@@ -315,6 +320,8 @@ def plan(*, compute_capability: tuple[int, int], **dims: Any) -> Plan:
     keys = dimension(_NAME, dims, "key_len", default=queries)
     causal = require_flag(f"plan: {_NAME}", "causal", dims.pop("causal", False))
     masked = require_flag(f"plan: {_NAME}", "masked", dims.pop("masked", False))
+    if not causal and "causal_offset" in dims:
+        raise BurtDimensionError(f"plan: {_NAME}: causal_offset: has no effect without causal")
     causal_offset = dimension(_NAME, dims, "causal_offset", lowest=-_LARGEST_OFFSET, default=0)
     itemsize = dtype_itemsize(_NAME, dims)
     refuse_unknown(_NAME, dims)

@@ -75,7 +75,7 @@ def flash_decoding_chunk(
     seq_lens : array [M], int32 or int64
         Keys of each sequence; those at or past its length are not read.
     chunk_size : int
-        Keys of a chunk, below 2**31.
+        Keys of a chunk, below 2**31. `flash_decoding_reduce` has to be given the same one: partials do not hold it.
     scale : float, optional
         What the dot products are multiplied by: 1 / sqrt(D) by default; any finite number.
     out : array [M, H, N, D + 2], float32, optional

@@ -73,7 +73,8 @@ def flash_decoding_reduce(
     seq_lens : array [M], int32 or int64
         Keys of each sequence. Its first ceil(length / chunk_size) chunks count; others are not read.
     chunk_size : int
-        Keys of a chunk, below 2**31.
+        Keys of a chunk, below 2**31. It has to be that of the call that made the partials, which do not hold it: with
+        another one too few or too many of them count, and nothing tells.
     lse_out : array [M, H], float32, optional
         Receives ln of the sum of all exponentials, -inf where no chunk counts.
     out : array [M, H, D], float32, optional

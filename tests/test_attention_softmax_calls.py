@@ -242,6 +242,14 @@ def test_refuses_causal_without_an_offset_where_it_is_unclear():
     refused(burt_numba.BurtDimensionError, "causal_offset", SCORES, None, True, contains=["4", "5"])
 
 
+@pytest.mark.parametrize("offset", [0, 1, -1])
+def test_refuses_an_offset_without_causal(offset):
+    words = ["causal=True", "no effect", str(offset)]
+    refused(burt_numba.BurtDimensionError, "causal_offset", SCORES, causal_offset=offset, contains=words)
+    with pytest.raises(ValueError, match="causal_offset: has no effect without causal"):
+        burt_numba.reference.attention_softmax(SCORES, causal_offset=offset)
+
+
 def test_refuses_outputs():
     dimension = burt_numba.BurtDimensionError
     refused(dimension, "out", SCORES, out=np.zeros((2, 3, 5, 4), np.float32), contains=["(2, 3, 5, 4)"])

@@ -51,7 +51,7 @@ def attention_softmax(
     Raises
     ------
     ValueError
-        For scores that are not 4-D, a mask that does not broadcast, or a missing causal_offset.
+        For scores that are not 4-D, a mask that does not broadcast, or a causal_offset that is missing or has no effect.
 
     Examples
     --------
@@ -77,6 +77,8 @@ def attention_softmax(
             with np.errstate(over="ignore", invalid="ignore"):
                 total = total + mask
 
+    if causal_offset is not None and not causal:
+        raise ValueError(f"attention_softmax: causal_offset: has no effect without causal, got {causal_offset}")
     if causal:
         queries, keys = total.shape[-2:]
         if causal_offset is None:
