@@ -119,4 +119,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    # Without what the package itself imports, and with what it has not imported yet.
+    return sorted({*(name for name in globals() if name.startswith("__")), *__all__})
