@@ -114,7 +114,7 @@ def attention_softmax(
             raise BurtDimensionError(f"{_NAME}: causal_offset: expected at most 2**40, got {causal_offset}")
         if not causal:
             raise BurtDimensionError(
-                f"{_NAME}: causal_offset: expected None without causal=True, where it has no effect, got {causal_offset}"
+                f"{_NAME}: causal_offset: expected None without causal=True (it has no effect), got {causal_offset}"
             )
     return _OPERATION((scores, mask, out), (), (causal, causal_offset), stream, errors, validate_output)
 

@@ -13,9 +13,10 @@ import burt_numba
 from burt_numba import reference
 from burt_numba.backend import cuda
 from burt_numba.cli import driver, main
+from burt_numba.cli import plan as plan_module
 from burt_numba.cli.check import relative_error as check_relative_error
 from burt_numba.cli.command import OPERATIONS
-from burt_numba.cli.plan import parse_dims
+from burt_numba.cli.files import FILES
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -176,8 +177,13 @@ def test_check_passes(run, operation):
     status, out, _ = run("check", "--op", operation)
     assert status == 0, out
     assert "FAIL" not in out
-    _, _, *rows, last = out.splitlines()
+    table, legend = out.split("\n\n")
+    _, _, *rows = table.splitlines()
+    size, *_, last = legend.splitlines()
     assert last == f"{len(rows)} passed, 0 failed"
+    assert size.startswith(f"size of {operation}: ")
+    # As many letters as numbers.
+    assert {row.split("float")[0].count(" × ") for row in rows} == {size.count(" × ")}
     assert {row.split()[0] for row in rows} == {operation}
 
 
@@ -797,7 +803,8 @@ def test_run_flash_decoding_in_its_steps(run, tmp_path):
     assert "flash_decoding_chunk, chunks of 16 → parts.npz" in shown_lines(out)
     assert "partials (3, 4, 5, 10) float32" in shown_lines(out)
     assert "chunks without a key 20 of 60 (33.3%)" in shown_lines(out)
-    status, out, _ = run("run", "flash_decoding_reduce", "--input", "parts.npz", "--output", "out.npz", *size)
+    # The size of the chunks is in the file.
+    status, out, _ = run("run", "flash_decoding_reduce", "--input", "parts.npz", "--output", "out.npz")
     assert status == 0, out
     assert "flash_decoding_reduce, chunks of 16 → out.npz" in shown_lines(out)
     assert "heads without a key 4 of 12 (33.3%)" in shown_lines(out)
@@ -823,6 +830,37 @@ def test_run_flash_decoding_in_its_steps(run, tmp_path):
         "rows of no state 0 of 12 (0.0%)",
     ):
         assert line in shown_lines(out), out
+
+
+def test_the_chunk_size_of_partials(run, refused, tmp_path):
+    """The one in the file, which may be said again but not another one; where there is none, what is given."""
+    arrays = cache_arrays()
+    size, files = ("--chunk-size", 16), ("--input", "parts.npz", "--output", "out.npz")
+    np.savez(tmp_path / "in.npz", **arrays)
+    assert run("run", "flash_decoding_chunk", "--input", "in.npz", "--output", "parts.npz", *size)[0] == 0
+    assert run("run", "flash_decoding_reduce", *files, *size)[0] == 0
+    line = refused("run", "flash_decoding_reduce", *files, "--chunk-size", 32)
+    assert line.endswith("--chunk-size: parts.npz holds partials of chunks of 16 keys, got 32")
+
+    held = dict(np.load(tmp_path / "parts.npz"))
+    assert held["chunk_size"] == 16
+    np.savez(tmp_path / "parts.npz", **{**held, "chunk_size": np.float32(16)})
+    assert "parts.npz: chunk_size: expected one integer, got float32 ()" in refused(
+        "run", "flash_decoding_reduce", *files
+    )
+    del held["chunk_size"]
+    np.savez(tmp_path / "parts.npz", **held)
+    for words, chunk_size in ((size, 16), ((), burt_numba.FLASH_DECODE_CHUNK_SIZE)):
+        status, out, _ = run("run", "flash_decoding_reduce", *files, *words)
+        assert status == 0
+        assert f"flash_decoding_reduce, chunks of {chunk_size} → out.npz" in shown_lines(out)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_help_of_run_names_the_arrays(run, operation):
+    out = " ".join(run("run", operation, "--help")[1].split())
+    for name in (*FILES[operation].reads, *FILES[operation].optional, *FILES[operation].writes):
+        assert f" {name} " in out
 
 
 @pytest.mark.parametrize("change", [{"M": 0}, {"S": 0, "seq_lens": np.zeros(3, int)}])
@@ -1013,28 +1051,19 @@ def test_run_does_not_hide_a_fault_of_the_package(run, tmp_path, monkeypatch):
 # plan and bench ------------------------------------------------------------------------------------------------------
 
 
-def test_parse_dims():
-    words = ["--batch-size", "32", "--dtype=float16", "--causal", "--masked", "false", "--compute-capability", "9.0"]
-    assert parse_dims(words) == {
-        "batch_size": 32,
-        "dtype": "float16",
-        "causal": True,
-        "masked": False,
-        "compute_capability": (9, 0),
-    }
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("32",), "expected --name value pairs, got '32'"),
-        (("--batch-size", "32", "64"), "expected --name value pairs, got '64'"),
-        (("--batch-size", "32", "--batch-size=64"), "--batch-size: given twice"),
-        (("--compute-capability", "9"), "--compute-capability: expected MAJOR.MINOR as in 9.0, got 9"),
-        (("--batch-size", "32"), "num_classes"),
-        (("--batch-size", "32", "--num-classes", "10", "--num-heads", "3"), "num_heads"),
-        (("--batch-size", "-3", "--num-classes", "10"), "batch_size"),
-        (("--batch-size", "many", "--num-classes", "10"), "batch_size"),
+        (("--batch-size", "32", "--num-classes", "9", "64"), "unrecognized arguments: 64"),
+        (
+            ("--batch-size", "32", "--num-classes", "9", "--compute-capability", "9"),
+            "expected MAJOR.MINOR as in 9.0, got 9",
+        ),
+        (("--batch-size", "32"), "the following arguments are required: --num-classes"),
+        (("--batch-size", "32", "--num-classes", "10", "--num-heads", "3"), "unrecognized arguments: --num-heads 3"),
+        (("--batch-size", "-3", "--num-classes", "10"), "constrained_softmax: --batch-size: expected"),
+        (("--batch-size", "many", "--num-classes", "10"), "argument --batch-size: invalid int value: 'many'"),
+        (("--batch-size", "3", "--num-classes", "10", "--dtype", "int8"), "argument --dtype: invalid choice: 'int8'"),
     ],
 )
 def test_plan_refuses(refused, words, message):
@@ -1061,10 +1090,47 @@ def test_plan_refuses(refused, words, message):
     ],
 )
 def test_plan(run, operation, dims):
-    words = [word for name, value in dims.items() for word in (f"--{name.replace('_', '-')}", value)]
-    status, out, _ = run("plan", operation, *words)
+    words = [
+        word
+        for name, value in dims.items()
+        for word in (f"--{name.replace('_', '-')}", value)
+        if value is not True or word is not value
+    ]
+    status, out, err = run("plan", operation, *words)
+    assert (status, err) == (0, "")
+    planned, about = out.split("\n\n")
+    assert planned == str(burt_numba.plan(operation, **dims))
+    assert about.startswith("For a device of compute capability 9.0")
+    assert ("documented: " in about) == ("documented " in planned)
+    assert "launched: " in about
+
+
+def test_plan_for_another_device(run):
+    words = ("--d-model", 512, "--input-dim", 1024, "--compute-capability", "8.6", "--multiprocessors", 68)
+    status, out, _ = run("plan", "cifg_update", *words)
     assert status == 0
-    assert out == f"{burt_numba.plan(operation, **dims)}\n"
+    planned = burt_numba.plan("cifg_update", d_model=512, input_dim=1024, compute_capability=(8, 6), multiprocessors=68)
+    assert out.startswith(f"{planned}\n\nFor a device of compute capability 8.6 with 68 multiprocessors; ")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_size_of_a_plan_reaches_it(run, operation):
+    """What the command line offers is what the function takes."""
+    required, optional = plan_module._REQUIRED[operation], plan_module._OPTIONAL[operation]
+    sizes = [word for name in required for word in (f"--{name.replace('_', '-')}", 8)]
+    assert run("plan", operation, *sizes)[0] == 0
+    for name in required:
+        with pytest.raises(ValueError, match=f"{name} is missing"):
+            burt_numba.plan(operation, **dict.fromkeys(required.keys() - {name}, 8))
+    values = {"dtype": "float16", "precision": "tf32", **dict.fromkeys(plan_module._SWITCHES, True)}
+    given = {name: values.get(name, 8) for name in optional}
+    words = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in given.items()]
+    if given.get("precision") == "tf32":
+        del given["dtype"]
+        words = [word for word in words if "dtype" not in word]
+    status, out, err = run("plan", operation, *sizes, *words)
+    assert status == 0, err
+    assert out.startswith(str(burt_numba.plan(operation, **dict.fromkeys(required, 8), **given)))
 
 
 @pytest.mark.parametrize("words", [("--help",), ("-h",), ("--batch-size", "32", "--help")])

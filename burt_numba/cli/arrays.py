@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import sys
 import zipfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from burt_numba.cli.errors import UsageError
+from burt_numba.cli.files import FILES
 
 # How a zip archive, an empty one too, and an .npy file begin.
 _MAGIC = (b"PK\x03\x04", b"PK\x05\x06", np.lib.format.MAGIC_PREFIX[:4])
 
 
-def load(path: Path, main: str, optional: Sequence[str] = (), required: Sequence[str] = ()) -> dict[str, np.ndarray]:
-    """Read ``main``, the ``required`` arrays and the ``optional`` ones that are there, from an .npz or .npy file.
+def load(path: Path, operation: str) -> dict[str, np.ndarray]:
+    """Read what the operation does, optional arrays where they are there, from an .npz or .npy file.
 
-    An array that is alone in its file is ``main`` whatever its name.
+    An array that is alone in its file is the first of them whatever its name.
     """
+    required, _, optional = FILES[operation]
+    main = next(iter(required))
     if not path.is_file():
         raise UsageError(f"{path}: no such file")
     try:
@@ -30,13 +32,13 @@ def load(path: Path, main: str, optional: Sequence[str] = (), required: Sequence
             loaded = np.load(file, allow_pickle=False)
             arrays = {main: loaded} if isinstance(loaded, np.ndarray) else loaded
             names = list(arrays)
-            if len(names) == 1 and names[0] not in (*optional, *required):
+            if len(names) == 1 and names[0] not in (*required, *optional):
                 arrays, names = {main: arrays[names[0]]}, [main]
-            for name in (main, *required):
+            for name in required:
                 if name not in names:
                     held = ", ".join(names) or "nothing"
                     raise UsageError(f"{path}: holds no array named {name} (it holds: {held})")
-            return {name: arrays[name] for name in (main, *required, *optional) if name in names}
+            return {name: arrays[name] for name in (*required, *optional) if name in names}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{path}: cannot be read ({reason})") from None
@@ -62,9 +64,11 @@ def check_output(output: Path, source: Path) -> None:
         raise UsageError(f"--output: would not overwrite {output}")
 
 
-def save(output: Path, arrays: Mapping[str, np.ndarray]) -> None:
+def save(output: Path, operation: str, *arrays: np.ndarray | int) -> None:
+    """Write what the operation does, in the order of its names."""
+    named = dict(zip(FILES[operation].writes, arrays, strict=True))
     try:
         with output.open("wb") as file:
-            np.savez(file, allow_pickle=False, **arrays)
+            np.savez(file, allow_pickle=False, **named)
     except OSError as error:
         raise UsageError(f"{output}: cannot be written ({error.strerror})") from None

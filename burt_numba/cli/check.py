@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -92,13 +92,41 @@ _ROUTING_SIZES_GPU = ((1024, 512, 4, 2), (5000, 1000, 64, 6), (4096, 7168, 128, 
 _CAPACITY_VARIANTS: tuple[str, ...] = ("roomy", "tight")
 
 
+_ALSO = {
+    "constrained_softmax": "entropy bound",
+    "biencoder_attention": "entropy bound",
+    "flash_decoding": "log-sum-exp",
+    "flash_decoding_chunk": "empty chunks",
+    "flash_decoding_reduce": "log-sum-exp",
+    "merge_attention_states": "log-sum-exp",
+    "cifg_update": "spectral bound",
+    "batched_cifg_update": "spectral bound",
+    "sparse_moe_dispatch": "places",
+}
+"""What is held against the reference, or its bound, beside the result. Places: of each choice, within the capacity."""
+
+_SIZES = {
+    "constrained_softmax": "rows × C",
+    "attention_softmax": "B × H × Q × K",
+    "biencoder_attention": "B × H × Hk × Q × K × D",
+    "flash_decoding": "M × H × Hk × S × D",
+    "flash_decoding_chunk": "M × H × Hk × S × D",
+    "flash_decoding_reduce": "M × H × N × D",
+    "merge_attention_states": "N × rows × D",
+    "cifg_update": "d × n",
+    "batched_cifg_update": "B × d × n",
+    "sparse_moe_dispatch": "T × d × E × k",
+    "sparse_moe_combine": "T × d × E × k",
+}
+"""What the numbers of a size are, in the letters of docs/notation.md."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     error: float
     """Relative error in norm."""
-    bound_held: bool | None
-    """None where the function has no bound. Of a dispatch: each choice is in its place, within the capacity. Of flash
-    decoding: the log-sum-exp is right, and chunks without a key are marked as such."""
+    also_held: bool | None
+    """What ``_ALSO`` says of the function; None where that is nothing."""
     events: int
     """What the function recorded."""
     events_expected: bool
@@ -174,7 +202,7 @@ def _constrained_softmax(shape: tuple[int, ...], dtype: str, simulated: bool) ->
     near = (temperature == 1) | (reached >= _ENTROPY_BOUND - _ENTROPY_BAND)
     return Outcome(
         error=relative_error(result, expected.probabilities),
-        bound_held=bool((held & near).all()),
+        also_held=bool((held & near).all()),
         events=sum(errors.counts.values()),
         events_expected=_same_events(errors, expected.counts),
         seconds=seconds,
@@ -198,7 +226,7 @@ def _attention_softmax(shape: tuple[int, ...], dtype: str, variant: str, simulat
     expected = reference.attention_softmax(scores, mask, causal, causal_offset=offset)
     return Outcome(
         error=relative_error(result, expected.probabilities),
-        bound_held=None,
+        also_held=None,
         events=sum(errors.counts.values()),
         events_expected=_same_events(errors, expected.counts),
         seconds=seconds,
@@ -254,7 +282,7 @@ def _biencoder_attention(sizes: tuple[int, ...], dtype: str, variant: str, simul
             events[ENTROPY_OVERFLOW] = out_of_reach
     return Outcome(
         error=relative_error(expected.output + (result - expected.output) * counts[..., np.newaxis], expected.output),
-        bound_held=held,
+        also_held=held,
         events=sum(errors.counts.values()),
         events_expected=_same_events(errors, events),
         seconds=seconds,
@@ -289,7 +317,7 @@ def _attention_states(
     expected = getattr(reference, function)(*arrays, **options)
     return Outcome(
         error=relative_error(result, expected.output),
-        bound_held=_same_sums(lse, expected.lse),
+        also_held=_same_sums(lse, expected.lse),
         events=sum(errors.counts.values()),
         events_expected=_same_events(errors, expected.counts),
         seconds=seconds,
@@ -321,7 +349,7 @@ def _flash_decoding_chunk(sizes: tuple[int, ...], dtype: str, simulated: bool) -
     marked = bool(((result[empty][:, -2] <= reference.DEAD_MAX) & (result[empty][:, -1] == 0)).all())
     return Outcome(
         error=max(relative_error(result[~empty][:, part], expected.partials[~empty][:, part]) for part in _PARTS),
-        bound_held=marked,
+        also_held=marked,
         events=sum(errors.counts.values()),
         events_expected=_same_events(errors, expected.counts),
         seconds=seconds,
@@ -380,7 +408,7 @@ def _memory(function: str, inputs: tuple[Any, ...], simulated: bool, **options: 
     sigma = np.linalg.norm(result.astype(np.float64), 2, axis=(-2, -1))
     return Outcome(
         error=relative_error(result, expected.memory),
-        bound_held=bool((sigma <= _SPECTRAL_BOUND * (1 + _SPECTRAL_TOLERANCE)).all()),
+        also_held=bool((sigma <= _SPECTRAL_BOUND * (1 + _SPECTRAL_TOLERANCE)).all()),
         events=sum(errors.counts.values()),
         events_expected=_same_events(errors, expected.counts),
         seconds=seconds,
@@ -430,7 +458,7 @@ def _sparse_moe_dispatch(sizes: tuple[int, ...], dtype: str, variant: str, simul
             relative_error(result.expert_inputs, expected.expert_inputs),
             relative_error(result.combine_weights, expected.combine_weights),
         ),
-        bound_held=all(np.array_equal(found, wanted) for found, wanted in places),
+        also_held=all(np.array_equal(found, wanted) for found, wanted in places),
         events=sum(errors.counts.values()),
         events_expected=_same_events(errors, expected.counts),
         seconds=seconds,
@@ -449,7 +477,7 @@ def _sparse_moe_combine(sizes: tuple[int, ...], dtype: str, variant: str, simula
     expected = reference.sparse_moe_combine(outputs, dispatch)
     return Outcome(
         error=relative_error(result, expected.output),
-        bound_held=None,
+        also_held=None,
         events=sum(errors.counts.values()),
         events_expected=_same_events(errors, expected.counts),
         seconds=seconds,
@@ -458,6 +486,14 @@ def _sparse_moe_combine(sizes: tuple[int, ...], dtype: str, variant: str, simula
 
 def _size(shape: Sequence[int]) -> str:
     return " × ".join(str(length) for length in shape)
+
+
+def _chunks(operation: str, chunk_size: int) -> str:
+    import burt_numba
+
+    if not chunk_size and operation == "flash_decoding":
+        return "chunks chosen"
+    return f"chunks of {chunk_size or burt_numba.FLASH_DECODE_CHUNK_SIZE}"
 
 
 def _constrained_softmax_cases(simulated: bool) -> Iterator[Case]:
@@ -495,7 +531,9 @@ def _flash_cases(
     simulated: bool,
 ) -> Iterator[Case]:
     for size, dtype in itertools.product(sizes + (() if simulated else on_gpu), limits):
-        yield Case(operation, _size(size), dtype, partial(check, size, dtype, simulated), limits[dtype])
+        # The last number of caches is no size of theirs.
+        named = f"{_size(size[:5])}, {_chunks(operation, size[5])}" if len(size) == 6 else _size(size)
+        yield Case(operation, named, dtype, partial(check, size, dtype, simulated), limits[dtype])
 
 
 def _cifg_update_cases(simulated: bool) -> Iterator[Case]:
@@ -554,15 +592,15 @@ _CASES: dict[str, Callable[[bool], Iterator[Case]]] = {
 
 def _row(case: Case, outcome: Outcome) -> tuple[bool, list[str]]:
     limit = case.limit or _ERROR_LIMITS[case.dtype]
-    passed = outcome.error <= limit and outcome.bound_held is not False and outcome.events_expected
-    bound = {None: "–", True: "yes", False: "no"}[outcome.bound_held]
+    passed = outcome.error <= limit and outcome.also_held is not False and outcome.events_expected
+    also = _ALSO.get(case.operation, "–")
     return passed, [
         case.operation,
         case.size,
         case.dtype,
         f"{outcome.error:.1e}",
         f"{limit:.0e}",
-        bound,
+        "–" if outcome.also_held is None else also if outcome.also_held else f"not the {also}",
         f"{outcome.events}" if outcome.events_expected else f"{outcome.events}, not as expected",
         f"{outcome.seconds * 1e3:.1f} ms",
         "pass" if passed else "FAIL",
@@ -573,7 +611,20 @@ def _failed_row(case: Case, finding: str) -> list[str]:
     return [case.operation, case.size, case.dtype, *["–"] * 5, f"FAIL: {finding}"]
 
 
-def check(operations: Iterable[str], *, sanitize: bool = False) -> int:
+def _legend(operations: Sequence[str]) -> str:
+    """How to read the columns."""
+    return "\n".join(
+        [
+            *(f"size of {operation}: {_SIZES[operation]}" for operation in operations),
+            "    in the letters of docs/notation.md",
+            "relative error: of the result, in norm, against the float64 reference; also held: what else was checked",
+            "events: what the function recorded, on purpose in some inputs (ties, lengths out of range, full experts);",
+            "    a row passes only where the reference records the same",
+        ]
+    )
+
+
+def check(operations: Sequence[str], *, sanitize: bool = False) -> int:
     simulated = driver.choose_target("--sanitize" if sanitize else None)
     from burt_numba.simulator import SimulatorError, checks
 
@@ -594,9 +645,10 @@ def check(operations: Iterable[str], *, sanitize: bool = False) -> int:
     title = "Simulator" if simulated else "GPU"
     table(
         f"{title}, checked for races, reads of unwritten memory, bounds and barriers" if sanitize else title,
-        ["function", "size", "type", "relative error", "limit", "bound held", "events", "time", "result"],
+        ["function", "size", "type", "relative error", "limit", "also held", "events", "time", "result"],
         rows,
     )
+    print(f"\n{_legend(operations)}")
     for finding in findings:
         print(f"\n{finding}")
     print(f"{len(rows) - failures} passed, {failures} failed")

@@ -14,6 +14,8 @@ from typing import NoReturn
 
 from burt_numba import __version__
 from burt_numba.cli.errors import UsageError
+from burt_numba.cli.files import reads, writes
+from burt_numba.cli.plan import add_operations, plan
 
 OPERATIONS = (
     "constrained_softmax",
@@ -141,13 +143,7 @@ def _run_combine(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from burt_numba.cli.plan import plan
-
-    # All that follows the operation is left to be read as sizes, by argparse too.
-    if {"-h", "--help"} & set(arguments.dims):
-        arguments.print_help()
-        return 0
-    return plan(arguments.operation, arguments.dims)
+    return plan(arguments.operation, vars(arguments))
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -160,21 +156,18 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     run = commands.add_parser("run", help="apply an operation to your arrays")
     operations = run.add_subparsers(dest="operation", metavar="OP", required=True)
 
-    def add(name: str, arrays: str, handler: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        parser = operations.add_parser(name, help=f"reads {arrays}", description=f"Reads {arrays}.")
+    def add(name: str, handler: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        about = f"Reads {reads(name)}. Writes {writes(name)}."
+        parser = operations.add_parser(name, help=f"reads {reads(name)}; writes {writes(name)}", description=about)
         parser.add_argument(
-            "--input", type=Path, required=True, metavar="X.npz", help="an .npz with these arrays, or an .npy"
+            "--input", type=Path, required=True, metavar="X.npz", help="an .npz with the arrays it reads, or an .npy"
         )
         parser.add_argument("--output", type=Path, required=True, metavar="Y.npz", help="the .npz to write")
         parser.set_defaults(handler=handler)
         return parser
 
-    softmax = add("constrained_softmax", "logits [..., C], optionally labels [...]", _run_constrained_softmax)
-    contexts = add(
-        "biencoder_attention",
-        "query [B,H,Q,D], context_keys and context_values [B,Hk,K,D], optionally context_lengths [B]",
-        _run_biencoder_attention,
-    )
+    softmax = add("constrained_softmax", _run_constrained_softmax)
+    contexts = add("biencoder_attention", _run_biencoder_attention)
     for parser in (softmax, contexts):
         parser.add_argument("--entropy-bound", type=float, default=0.20, metavar="NATS", help="default 0.20")
         parser.add_argument("--temperature-min", type=float, default=0.01, metavar="T", help="default 0.01")
@@ -186,17 +179,16 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     )
     contexts.add_argument("--precision", choices=("fp32", "tf32"), default="fp32", help="of products, default fp32")
 
-    attention = add("attention_softmax", "scores [B,H,Q,K], optionally mask", _run_attention_softmax)
+    attention = add("attention_softmax", _run_attention_softmax)
     attention.add_argument("--causal", action="store_true", help="mask key j for query i when j > i + offset")
     attention.add_argument(
         "--causal-offset", type=int, default=None, metavar="N", help="default 0; needed when Q and K differ"
     )
 
-    caches = "query [M,H,D], k_cache and v_cache [M,Hk,S,D], seq_lens [M]"
-    decoding = add("flash_decoding", caches, _run_flash_decoding)
-    chunks = add("flash_decoding_chunk", caches, _run_flash_decoding_chunk)
-    reduction = add("flash_decoding_reduce", "partials [M,H,N,D+2], seq_lens [M]", _run_flash_decoding_reduce)
-    add("merge_attention_states", "outs [N,...,D], lses [N,...]", _run_merge)
+    decoding = add("flash_decoding", _run_flash_decoding)
+    chunks = add("flash_decoding_chunk", _run_flash_decoding_chunk)
+    reduction = add("flash_decoding_reduce", _run_flash_decoding_reduce)
+    add("merge_attention_states", _run_merge)
     for parser in (decoding, chunks):
         parser.add_argument(
             "--scale", type=float, default=None, metavar="X", help="of the dot products, default 1 / sqrt(D)"
@@ -204,11 +196,17 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     decoding.add_argument(
         "--chunk-size", type=int, default=None, metavar="N", help="keys of a chunk; chosen to fill the device"
     )
-    for parser in (chunks, reduction):
-        parser.add_argument("--chunk-size", type=int, default=32, metavar="N", help="keys of a chunk, default 32")
+    chunks.add_argument("--chunk-size", type=int, default=32, metavar="N", help="keys of a chunk, default 32")
+    reduction.add_argument(
+        "--chunk-size",
+        type=int,
+        default=None,
+        metavar="N",
+        help="keys of a chunk; default the chunk_size in the file, which flash_decoding_chunk writes, else 32",
+    )
 
-    memory = add("cifg_update", "C [d,d], h [d], x [n], W_f [d,d+n], b_f [d]", _run_memory)
-    batched = add("batched_cifg_update", "C [B,d,d] or [d,d], H [B,d], X [B,n], W_f [d,d+n], b_f [d]", _run_memory)
+    memory = add("cifg_update", _run_memory)
+    batched = add("batched_cifg_update", _run_memory)
     for parser in (memory, batched):
         parser.add_argument("--spectral-bound", type=float, default=0.95, metavar="SIGMA", help="default 0.95")
         parser.add_argument(
@@ -219,7 +217,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         "--shared-memory-mode", action="store_true", help="one memory C [d,d], updated by the mean over the samples"
     )
 
-    dispatch = add("sparse_moe_dispatch", "input [T,d], routing_weights [T,E], top_k_indices [T,k]", _run_dispatch)
+    dispatch = add("sparse_moe_dispatch", _run_dispatch)
     dispatch.add_argument(
         "--expert-capacity", type=int, default=None, metavar="N", help="rows of each expert, default ceil(2 T k / E)"
     )
@@ -228,11 +226,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="rows by atomic counters: their order, and which tokens find room, may change",
     )
-    combine = add(
-        "sparse_moe_combine",
-        "expert_outputs [E,capacity,d], and dispatch_indices [T,k,2] and combine_weights [T,k] of a dispatch",
-        _run_combine,
-    )
+    combine = add("sparse_moe_combine", _run_combine)
     combine.add_argument("--renormalize", action="store_true", help="divide by the sum of a token's weights")
 
 
@@ -261,27 +255,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     _add_run(commands)
 
-    plan = commands.add_parser(
-        "plan",
-        help="the launch and the memory of a call, without launching",
-        description="Sizes of constrained_softmax: --batch-size --num-classes. Of attention_softmax: --batch-size "
-        "--num-heads --seq-len, and --key-len --masked --causal --causal-offset. "
-        "Of biencoder_attention: --batch-size --num-heads --query-len --context-len --d-head, and --key-heads "
-        "--precision. "
-        "Of flash_decoding and flash_decoding_chunk: --batch-size --num-heads --seq-len --d-head, and --key-heads "
-        "--chunk-size; of the first --multiprocessors. Of merge_attention_states: --num-states --batch-size --d-head. "
-        "Of these: --dtype. "
-        "Of flash_decoding_reduce: --batch-size --num-heads --max-chunks --d-head. "
-        "Of cifg_update: --d-model --input-dim (length of [h; x], d + n); of batched_cifg_update: --batch-size and "
-        "--shared-memory-mode as well; "
-        "of both: --multiprocessors. "
-        "Of sparse_moe_dispatch and sparse_moe_combine: --batch-size --d-model --num-experts, and --top-k "
-        "--expert-capacity --dtype --multiprocessors. Of all: --compute-capability. "
-        "Example: burt-numba plan constrained_softmax --batch-size 32 --num-classes 50000",
+    about = "the launches and the memory of a call, without launching"
+    planning = commands.add_parser(
+        "plan", help=about, description=f"{about.capitalize()}. burt-numba plan OP --help lists the sizes of one."
     )
-    plan.add_argument("operation", choices=OPERATIONS, metavar="OP", help=f"one of: {', '.join(OPERATIONS)}")
-    plan.add_argument("dims", nargs=argparse.REMAINDER, metavar="SIZES", help="--NAME VALUE for each size, as above")
-    plan.set_defaults(handler=_plan, print_help=plan.print_help)
+    add_operations(planning)
+    planning.set_defaults(handler=_plan)
 
     about = "measure on the GPU (from a checkout)"
     bench = commands.add_parser("bench", help=about, description=about)

@@ -16,6 +16,9 @@ from burt_numba.cli.output import pairs, progress
 # Elements that a summary holds in float64 at a time: 32 MB.
 _CHUNK_ELEMENTS = 1 << 22
 
+# Keys of a chunk, where neither the file nor the user says: FLASH_DECODE_CHUNK_SIZE.
+_CHUNK_SIZE = 32
+
 
 def _row_chunks(rows: int, row_length: int) -> Iterator[slice]:
     step = max(1, _CHUNK_ELEMENTS // max(1, row_length))
@@ -75,7 +78,7 @@ def run_constrained_softmax(
     max_iterations: int,
 ) -> int:
     check_output(output, source)
-    arrays = load(source, "logits", ("labels",))
+    arrays = load(source, "constrained_softmax")
     logits = without_float64("logits", arrays["logits"])
     labels = arrays.get("labels")
     rows_shape = logits.shape[:-1]
@@ -100,7 +103,7 @@ def run_constrained_softmax(
             entropy_out=entropy,
             errors=errors,
         )
-    save(output, {"probabilities": probabilities, "temperature": temperature, "entropy": entropy})
+    save(output, "constrained_softmax", probabilities, temperature, entropy)
 
     # An operation on no rows leaves nothing to reshape by -1.
     flat_shape = (entropy.size, logits.shape[-1])
@@ -129,7 +132,7 @@ def run_attention_softmax(source: Path, output: Path, *, causal: bool, causal_of
     if causal_offset is not None and not causal:
         raise UsageError("--causal-offset: has no effect without --causal")
     check_output(output, source)
-    arrays = load(source, "scores", ("mask",))
+    arrays = load(source, "attention_softmax")
     scores = without_float64("scores", arrays["scores"])
     mask = arrays.get("mask")
     if mask is not None:
@@ -146,7 +149,7 @@ def run_attention_softmax(source: Path, output: Path, *, causal: bool, causal_of
     entropy_rows = probabilities.reshape(int(np.prod(scores.shape[:-1])), scores.shape[-1])
     entropy = _by_rows(reference.entropy, entropy_rows)
     sums = _by_rows(lambda rows: rows.sum(axis=-1, dtype=np.float64), entropy_rows)
-    save(output, {"probabilities": probabilities, "entropy": entropy.astype(np.float32).reshape(scores.shape[:-1])})
+    save(output, "attention_softmax", probabilities, entropy.astype(np.float32).reshape(scores.shape[:-1]))
 
     attending = sums > 0
     deviation = np.abs(sums[attending] - 1).max(initial=0.0)
@@ -178,10 +181,9 @@ def run_biencoder_attention(
 ) -> int:
     """``entropy_bound``: None for plain attention."""
     check_output(output, source)
-    names = ("query", "context_keys", "context_values")
-    arrays = load(source, names[0], ("context_lengths",), names[1:])
-    inputs = [without_float64(name, arrays[name]) for name in names]
-    lengths = arrays.get("context_lengths")
+    arrays = load(source, "biencoder_attention")
+    lengths = arrays.pop("context_lengths", None)
+    inputs = [without_float64(name, array) for name, array in arrays.items()]
 
     driver.choose_target()
     import burt_numba
@@ -211,7 +213,7 @@ def run_biencoder_attention(
         attended = attend(entropy_bound, temperature_out=temperature, entropy_out=entropy, errors=errors)
         # What it records, the call before has recorded.
         attend(None, entropy_out=plain_entropy, errors=burt_numba.ErrorBuffer())
-    save(output, {"output": attended, "temperature": temperature, "entropy": entropy})
+    save(output, "biencoder_attention", attended, temperature, entropy)
 
     start = np.float32(min(max(1.0, temperature_min), temperature_max))
     contexts = inputs[1].shape[2]
@@ -256,18 +258,16 @@ def _mean_length(seq_lens: np.ndarray, most: int) -> str:
     return f"{lengths.mean():.1f} of {most}" if lengths.size else "no sequences"
 
 
-_CACHES = ("query", "k_cache", "v_cache", "seq_lens")
-
-
-def _load_caches(source: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    arrays = load(source, _CACHES[0], required=_CACHES[1:])
-    query, keys, values = (without_float64(name, arrays[name]) for name in _CACHES[:3])
-    return query, keys, values, arrays["seq_lens"]
+def _load_caches(source: Path, operation: str) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    arrays = load(source, operation)
+    lengths = arrays.pop("seq_lens")
+    query, keys, values = (without_float64(name, array) for name, array in arrays.items())
+    return query, keys, values, lengths
 
 
 def run_flash_decoding(source: Path, output: Path, *, scale: float | None, chunk_size: int | None) -> int:
     check_output(output, source)
-    inputs = _load_caches(source)
+    inputs = _load_caches(source, "flash_decoding")
 
     driver.choose_target()
     import burt_numba
@@ -278,7 +278,7 @@ def run_flash_decoding(source: Path, output: Path, *, scale: float | None, chunk
         display.add_task("flash_decoding", total=None)
         attended = burt_numba.flash_decoding(*inputs, scale, chunk_size=chunk_size, lse_out=lse, errors=errors)
     # Without a sequence or a head nothing is written.
-    save(output, {"output": attended, "lse": lse})
+    save(output, "flash_decoding", attended, lse)
     chunks = "" if chunk_size is None else f", chunks of {chunk_size}"
     pairs(
         f"flash_decoding{chunks} → {output}",
@@ -295,7 +295,7 @@ def run_flash_decoding(source: Path, output: Path, *, scale: float | None, chunk
 
 def run_flash_decoding_chunk(source: Path, output: Path, *, scale: float | None, chunk_size: int) -> int:
     check_output(output, source)
-    inputs = _load_caches(source)
+    inputs = _load_caches(source, "flash_decoding_chunk")
 
     driver.choose_target()
     import burt_numba
@@ -304,7 +304,8 @@ def run_flash_decoding_chunk(source: Path, output: Path, *, scale: float | None,
     with refusals_of("flash_decoding_chunk"), progress() as display:
         display.add_task("flash_decoding_chunk", total=None)
         partials = burt_numba.flash_decoding_chunk(*inputs, chunk_size, scale, errors=errors)
-    save(output, {"partials": partials, "seq_lens": inputs[3]})
+    # The second step needs all three.
+    save(output, "flash_decoding_chunk", partials, inputs[3], chunk_size)
     empty = int(np.count_nonzero(partials[..., -1] == 0))
     pairs(
         f"flash_decoding_chunk, chunks of {chunk_size} → {output}",
@@ -320,10 +321,22 @@ def run_flash_decoding_chunk(source: Path, output: Path, *, scale: float | None,
     return 0
 
 
-def run_flash_decoding_reduce(source: Path, output: Path, *, chunk_size: int) -> int:
+def _chunk_size_of(source: Path, held: np.ndarray | None, given: int | None) -> int:
+    """The size of the chunks in a file of partials: the one it holds, else the one that was given, else the default."""
+    if held is None:
+        return _CHUNK_SIZE if given is None else given
+    if held.size != 1 or held.dtype.kind not in "iu":
+        raise UsageError(f"{source}: chunk_size: expected one integer, got {held.dtype} {held.shape}")
+    if given not in (None, held.item()):
+        raise UsageError(f"--chunk-size: {source} holds partials of chunks of {held.item()} keys, got {given}")
+    return held.item()
+
+
+def run_flash_decoding_reduce(source: Path, output: Path, *, chunk_size: int | None) -> int:
     check_output(output, source)
-    arrays = load(source, "partials", required=("seq_lens",))
+    arrays = load(source, "flash_decoding_reduce")
     partials, lengths = without_float64("partials", arrays["partials"]), arrays["seq_lens"]
+    chunk_size = _chunk_size_of(source, arrays.get("chunk_size"), chunk_size)
 
     driver.choose_target()
     import burt_numba
@@ -333,7 +346,7 @@ def run_flash_decoding_reduce(source: Path, output: Path, *, chunk_size: int) ->
     with refusals_of("flash_decoding_reduce"), progress() as display:
         display.add_task("flash_decoding_reduce", total=None)
         reduced = burt_numba.flash_decoding_reduce(partials, lengths, chunk_size, lse_out=lse, errors=errors)
-    save(output, {"output": reduced, "lse": lse})
+    save(output, "flash_decoding_reduce", reduced, lse)
     pairs(
         f"flash_decoding_reduce, chunks of {chunk_size} → {output}",
         [
@@ -348,7 +361,7 @@ def run_flash_decoding_reduce(source: Path, output: Path, *, chunk_size: int) ->
 
 def run_merge(source: Path, output: Path) -> int:
     check_output(output, source)
-    arrays = load(source, "outs", required=("lses",))
+    arrays = load(source, "merge_attention_states")
     outs, lses = (without_float64(name, arrays[name]) for name in ("outs", "lses"))
 
     driver.choose_target()
@@ -359,7 +372,7 @@ def run_merge(source: Path, output: Path) -> int:
     with refusals_of("merge_attention_states"), progress() as display:
         display.add_task("merge_attention_states", total=None)
         merged = burt_numba.merge_attention_states(outs, lses, lse_out=lse, errors=errors)
-    save(output, {"output": merged, "lse": lse})
+    save(output, "merge_attention_states", merged, lse)
     pairs(
         f"merge_attention_states → {output}",
         [
@@ -386,9 +399,7 @@ def run_memory(
     """``cifg_update``, where ``shared_memory_mode`` is None, and ``batched_cifg_update``."""
     check_output(output, source)
     batched = shared_memory_mode is not None
-    names = ("C", "H", "X", "W_f", "b_f") if batched else ("C", "h", "x", "W_f", "b_f")
-    arrays = load(source, names[0], required=names[1:])
-    inputs = [without_float64(name, arrays[name]) for name in names]
+    inputs = [without_float64(name, array) for name, array in load(source, operation).items()]
     # Of any order in the file; a memory has to be C-contiguous.
     memory = inputs[0] = np.ascontiguousarray(inputs[0])
 
@@ -416,7 +427,7 @@ def run_memory(
         )
     if 0 in (*memory.shape, *gate.shape):
         updated, sigma = memory, np.zeros_like(sigma)
-    save(output, {"C": updated, "sigma": sigma, "forget_gate": gate})
+    save(output, operation, updated, sigma, gate)
 
     # What is not finite in C is no part of its norm.
     before = np.where(np.isfinite(memory), memory, 0).astype(np.float64)
@@ -439,7 +450,7 @@ def run_memory(
 
 def run_dispatch(source: Path, output: Path, *, expert_capacity: int | None, deterministic: bool) -> int:
     check_output(output, source)
-    arrays = load(source, "input", required=("routing_weights", "top_k_indices"))
+    arrays = load(source, "sparse_moe_dispatch")
     tokens, weights = (without_float64(name, arrays[name]) for name in ("input", "routing_weights"))
 
     driver.choose_target()
@@ -451,7 +462,7 @@ def run_dispatch(source: Path, output: Path, *, expert_capacity: int | None, det
         dispatch = burt_numba.sparse_moe_dispatch(
             tokens, weights, arrays["top_k_indices"], expert_capacity, deterministic=deterministic, errors=errors
         )
-    save(output, dispatch._asdict())
+    save(output, "sparse_moe_dispatch", *dispatch)
 
     experts, capacity = dispatch.expert_inputs.shape[:2]
     counts = dispatch.expert_counts
@@ -472,7 +483,7 @@ def run_dispatch(source: Path, output: Path, *, expert_capacity: int | None, det
 
 def run_combine(source: Path, output: Path, *, renormalize: bool) -> int:
     check_output(output, source)
-    arrays = load(source, "expert_outputs", required=("dispatch_indices", "combine_weights"))
+    arrays = load(source, "sparse_moe_combine")
     outputs, weights = (without_float64(name, arrays[name]) for name in ("expert_outputs", "combine_weights"))
 
     driver.choose_target()
@@ -483,7 +494,7 @@ def run_combine(source: Path, output: Path, *, renormalize: bool) -> int:
     with refusals_of("sparse_moe_combine"), progress() as display:
         display.add_task("sparse_moe_combine", total=None)
         combined = burt_numba.sparse_moe_combine(outputs, dispatch, renormalize, errors=errors)
-    save(output, {"output": combined})
+    save(output, "sparse_moe_combine", combined)
 
     without = int(np.count_nonzero((dispatch.dispatch_indices[..., 0] < 0).all(axis=1)))
     pairs(

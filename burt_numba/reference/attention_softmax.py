@@ -51,7 +51,8 @@ def attention_softmax(
     Raises
     ------
     ValueError
-        For scores that are not 4-D, a mask that does not broadcast, or a causal_offset that is missing or has no effect.
+        For scores that are not 4-D, a mask that does not broadcast, or a causal_offset that is
+        missing or has no effect.
 
     Examples
     --------
