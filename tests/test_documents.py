@@ -20,6 +20,9 @@ PIECES = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 def kept_policy():
     before = errors._policy
     yield
+    # On a GPU, events are reported by a later call, which a piece need not make.
+    burt_numba.set_error_policy("ignore")
+    burt_numba.check()
     burt_numba.set_error_policy(before)
 
 

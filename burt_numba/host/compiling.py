@@ -234,7 +234,8 @@ def multiprocessors(device: int) -> int:
     return SIMULATED_MULTIPROCESSORS if SIMULATED else device_attribute(device, "MULTIPROCESSOR_COUNT")
 
 
-_loaded: dict[tuple[Specialisation, int], int] = {}
+_loaded: dict[tuple[Specialisation, int], tuple[int, int]] = {}
+"""Of a kernel on a device, its CUfunction and the bytes of its static shared memory."""
 _load_lock = threading.Lock()
 _DEFAULT_SHARED_BYTES = 48 * 1024
 
@@ -242,34 +243,32 @@ _DEFAULT_SHARED_BYTES = 48 * 1024
 def kernel_handle(kernel: KernelSpec, types: tuple[str, ...], device: int, shared_bytes: int) -> int:
     """The CUfunction of a kernel on a device, ready for ``shared_bytes`` of dynamic shared memory.
 
-    The opt-in above 48 KB is raised to the device's limit once, never lowered: another thread may be about to launch.
+    The opt-in above 48 KB, of which static shared memory takes a part, is raised to the device's limit once, never
+    lowered: another thread may be about to launch.
     """
     from cuda.bindings import driver
 
     specialisation = Specialisation(kernel, types, compute_capability(device))
+    attributes = driver.CUfunction_attribute
     # The first call may be inside a graph capture, and a lazily loaded function would be loaded by its launch.
     with _load_lock, device_context(device), allowed_in_capture():
-        handle = _loaded.get((specialisation, device))
-        if handle is None:
+        loaded = _loaded.get((specialisation, device))
+        if loaded is None:
             entry, code = machine_code(specialisation)
             library = driver_call(driver.cuLibraryLoadData(code, [], [], 0, [], [], 0))
             kernel_object = driver_call(driver.cuLibraryGetKernel(library, entry.encode()))
             function = driver_call(driver.cuKernelGetFunction(kernel_object))
             driver_call(driver.cuFuncLoad(function))
-            handle = _loaded[specialisation, device] = int(function)
-        if shared_bytes > _DEFAULT_SHARED_BYTES - _STATIC_SHARED_ALLOWANCE:
-            function = driver.CUfunction(handle)
-            attributes = driver.CUfunction_attribute
             static = driver_call(driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, function))
+            loaded = _loaded[specialisation, device] = (int(function), static)
+        handle, static = loaded
+        if shared_bytes + static > _DEFAULT_SHARED_BYTES:
+            function = driver.CUfunction(handle)
             dynamic = device_attribute(device, "MAX_SHARED_MEMORY_PER_BLOCK_OPTIN") - static
             driver_call(
                 driver.cuFuncSetAttribute(function, attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, dynamic)
             )
     return handle
-
-
-_STATIC_SHARED_ALLOWANCE = 2048
-"""Static shared bytes no kernel of the package exceeds; together with dynamic ones they share the 48 KB."""
 
 
 def all_specialisations(capability: tuple[int, int]) -> Iterable[Specialisation]:
