@@ -213,7 +213,7 @@ def list_cases() -> list[Case]:
     # Keys are read once, of the values only those that carry weight.
     read = int(4 * one.B * one.H * one.D * (one.K * (1 + CARRYING) + 2 * one.Q))
     cases.append(
-        make_case(one, "one query over a large store", "float32", "fp32", limit=Limit(1.2, "copy"), moved=read)
+        make_case(one, "one query over a large store", "float32", "fp32", limit=Limit(1.2, "ceiling"), moved=read)
     )
     cases.append(make_case(one, "one query over a large store, without a bound", "float32", "fp32", None))
     return cases

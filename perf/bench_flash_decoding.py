@@ -231,8 +231,8 @@ def decoding_case(
     item = ITEM_BYTES[dtype]
     caches = size.bytes_of_caches(item)
     words = ["ragged" if size.ragged else "full"] + ([] if chunk_size is None else [f"chunk_size={chunk_size}"])
-    # Beside the caches the rest is nothing; where a limit is a multiple of a copy, it is that of the caches.
-    moved = caches if limit is not None and limit.of == "copy" else caches + 2 * size.M * size.H * size.D * item
+    # Beside the caches the rest is nothing; where a limit is a multiple of their reading, it is theirs alone.
+    moved = caches if limit is not None and limit.of == "ceiling" else caches + 2 * size.M * size.H * size.D * item
     return Case(
         op="flash_decoding",
         name=str(size),
@@ -389,7 +389,11 @@ def list_cases() -> list[Case]:
         (batch, "a batch over caches of 4,096", lambda dtype: Limit({"float32": 2150, "float16": 1080}[dtype])),
         (one, "one sequence", lambda dtype: Limit(45) if dtype == "float32" else None),
         (ragged, "a batch of many lengths", lambda dtype: None),
-        (grouped, "grouped heads over long caches", lambda dtype: Limit(1.2, "copy") if dtype == "float16" else None),
+        (
+            grouped,
+            "grouped heads over long caches",
+            lambda dtype: Limit(1.2, "ceiling") if dtype == "float16" else None,
+        ),
         (Size(1, 32, 8, 131_072, 128), "one long sequence, grouped heads", lambda dtype: None),
     ]
     for size, stands_for, limit in sizes:

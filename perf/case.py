@@ -19,11 +19,12 @@ class Limit:
 
     factor: float
     of: str = "us"
-    """"us", "copy" (of the same bytes), "whole copy" (every element read and written) or "plain"."""
+    """"us", "ceiling" (the same bytes at the copy ceiling), "copy" (of the same bytes), "whole copy" (every element
+    read and written) or "plain"."""
 
     def __post_init__(self) -> None:
-        if self.of not in ("us", "copy", "whole copy", "plain"):
-            raise ValueError(f"Limit: of: expected us, copy, whole copy or plain, got {self.of!r}")
+        if self.of not in ("us", "ceiling", "copy", "whole copy", "plain"):
+            raise ValueError(f"Limit: of: expected us, ceiling, copy, whole copy or plain, got {self.of!r}")
 
     def microseconds(self, measured: Mapping[str, float | None]) -> float | None:
         """Return the limit, or None where what it is a multiple of was not measured."""

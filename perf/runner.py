@@ -122,7 +122,13 @@ class Runner:
         if (self.settings.compare and case.has_plain) or wants == "plain":
             record.plain_us = bench.measure_plain().median
         if case.limit is not None:
-            measured = {"copy": record.copy_us, "whole copy": whole_us, "plain": record.plain_us}
+            ceiling_us = case.bytes_moved / self.ceiling_gb_s / 1e3
+            measured = {
+                "ceiling": ceiling_us,
+                "copy": record.copy_us,
+                "whole copy": whole_us,
+                "plain": record.plain_us,
+            }
             record.limit_us = case.limit.microseconds(measured)
             if record.limit_us is not None:
                 record.within = "PASS" if record.median_us <= record.limit_us else "OVER"

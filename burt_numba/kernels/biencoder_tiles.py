@@ -1,13 +1,14 @@
 """The kernel of biencoder_attention on tensor cores: a warp has two tiles of 16 queries of a head, and all contexts.
 
-    greatest    a first pass over the keys: the greatest score of each query, and a few of the next
+    greatest    a first pass over the keys: of each query the two greatest scores of each class of keys, FEW in all
     search      from those few, where the temperature may be; then passes that evaluate the entropy of all 32 queries,
-                each at its own temperature, until all are found: two or three
-    values      a last pass: weights, and their product with the values
+                each at its own temperature, until all are found or near: one or two
+    values      a last pass: weights, their sum and entropy, and their product with the values; back to the search
+                where a query that was only near has missed its band
 
 Once at most 32 queries of a block are still searching, those are gathered as two tiles of their own, and all warps
 evaluate them together, each warp 8 keys of each stretch of 32; sums of the warps are added in their order. Of at most
-64 contexts each lane takes all scores of the query it looks after, and searches on its own.
+FEW contexts these are all the scores: the lane that looks after a query searches on its own.
 
 Scores are made again in each pass: nothing is kept but sums, whatever the number of contexts. Lane (g = lane / 4,
 t = lane % 4) has the scores of queries g, g + 8, g + 16 and g + 24 with two keys in 8, and looks after query g + 8 t.
