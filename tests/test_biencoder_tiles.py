@@ -115,8 +115,7 @@ def test_few_iterations_together(monkeypatch, warps, max_iterations):
     assert outcome.counts == {}
 
 
-@each_block
-@pytest.mark.parametrize(("bound", "apart"), [(1.0, 4), (1.5, 4), (2.0, 0)])
+@pytest.mark.parametrize(("warps", "bound", "apart"), [(2, 1.5, 4), (4, 1.0, 4), (4, 2.0, 0)])
 def test_steps_that_the_pass_for_the_values_makes(monkeypatch, warps, bound, apart):
     """One or two of these queries miss their band by such a step, and are searched for on."""
     choose_tiles(monkeypatch, warps)

@@ -334,6 +334,21 @@ def test_contract_holds_for_anything(inputs, bound, projection):
         assert relative_error(outcome.memory / np.linalg.norm(outcome.memory), direction) <= LIMITS["float32"]
 
 
+def test_a_second_value_that_a_start_vector_hardly_sees_is_found():
+    """Both values are above the bound: nothing may be cut, and the memory is scaled."""
+    weights = np.full((4, 6), -0.29862428, np.float32)
+    weights[0, 5] = 0
+    C = np.float32([[4.870818, 0, 4.0573187, 0], [0, 5.0122843, 0, 2.5827148], [0, 0, 2.2045314, -2.8938885]])
+    C = np.concatenate([C, np.float32([[0, 1.442695, 0, 0]])])
+    h, x = np.float32([-2.8844128, 0.9, 8, 0]), np.float32([-0.7698363, -6.9493628])
+    inputs = Inputs(C, h, x, weights, np.float32([-2.4053996, 1.8334926, 0, -2.56139]))
+    bound = 3.78466
+    outcome = run_cifg(inputs, bound, power_iterations=100)
+    assert outcome.counts == {} and sigma_of(outcome.memory) <= bound * (1 + LIMITS["spectral"])
+    expected = reference.cifg_update(*inputs, bound)
+    assert relative_error(outcome.memory, expected.memory) <= LIMITS["spectral"]
+
+
 @few
 @given(any_inputs(moderate), st.floats(0.125, 4, width=32))
 def test_projection_of_a_projected_memory_is_that_memory(inputs, bound):

@@ -19,8 +19,12 @@ _TWO = np.float32(2.0)
 _THIRD = np.float32(1.0 / 3.0)
 _INFINITY = np.float32(np.inf)
 
-WARM_FACTOR, COLD_FACTOR = np.float32(2.0), np.float32(10.0)
-"""1 over the overlap with the top vector that is assumed of a carried vector; of a pseudo-random one, times sqrt(d)."""
+WARM_FACTOR, COLD_FACTOR, SECOND_FACTOR = np.float32(2.0), np.float32(10.0), np.float32(1000.0)
+"""1 over the overlap with the top vector that is assumed of a carried vector; of a pseudo-random one, times sqrt(d).
+
+One vector in twelve has less than the second; where the second singular value is looked for, one in a thousand has: a
+cut would leave a hidden one above the bound.
+"""
 ROUNDING_UP = np.float32(1.0 + 1e-5)
 """On a proven bound, for the rounding of what it is made from."""
 _SMALLEST_SQUARES, _LARGEST_SQUARES = np.float32(1e-12), np.float32(1e16)

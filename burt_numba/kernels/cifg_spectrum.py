@@ -40,6 +40,7 @@ from burt_numba.device.rows import finite_or_zero, not_finite
 from burt_numba.device.spectrum import (
     COLD_FACTOR,
     ROUNDING_UP,
+    SECOND_FACTOR,
     WARM_FACTOR,
     is_in_range,
     pseudo_random,
@@ -610,7 +611,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                             stage = 1
                             step = 0
                             residual_before = FLOAT32_MAX
-                            factor = COLD_FACTOR * math.sqrt(np.float32(columns))
+                            factor = SECOND_FACTOR * math.sqrt(np.float32(columns))
                             dot, length, _unused = _ZERO, _ZERO, _ZERO
                             for column in range(thread, columns, threads):
                                 v = work[vectors + _V * pitch + column]
