@@ -41,7 +41,7 @@ Capability = tuple[int, int]
 CAPABILITIES: tuple[Capability, ...] = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
 
 # libNVVM, a third of the time, writes the same PTX for these but for the line with the target. It is asked once, and
-# for a sample each time: the first specialisation of each kernel, and every eighth.
+# for a sample each time: the first specialisation of each kernel, and every thirty-second.
 SAME_PTX: dict[Capability, Capability] = {(8, 6): (8, 0), (8, 9): (8, 0), (12, 0): (10, 0)}
 
 
@@ -177,7 +177,7 @@ def _measure(ptxas: str, capabilities: Sequence[Capability], index: int) -> list
     outcomes: list[Resources | str] = []
     # Every kernel is looked at before the check fails.
     try:
-        sources = _sources(specialisations[index], wanted, sampled=first or index % 8 == 0)
+        sources = _sources(specialisations[index], wanted, sampled=first or index % 32 == 0)
     except Exception as error:
         return [f"{key}: {type(error).__name__}: {error}"]
     for capability, ptx in sorted(sources.items()):
