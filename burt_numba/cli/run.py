@@ -16,9 +16,6 @@ from burt_numba.cli.output import pairs, progress
 # Elements that a summary holds in float64 at a time: 32 MB.
 _CHUNK_ELEMENTS = 1 << 22
 
-# Keys of a chunk, where neither the file nor the user says: FLASH_DECODE_CHUNK_SIZE.
-_CHUNK_SIZE = 32
-
 
 def _row_chunks(rows: int, row_length: int) -> Iterator[slice]:
     step = max(1, _CHUNK_ELEMENTS // max(1, row_length))
@@ -321,10 +318,10 @@ def run_flash_decoding_chunk(source: Path, output: Path, *, scale: float | None,
     return 0
 
 
-def _chunk_size_of(source: Path, held: np.ndarray | None, given: int | None) -> int:
-    """The size of the chunks in a file of partials: the one it holds, else the one that was given, else the default."""
+def _chunk_size_of(source: Path, held: np.ndarray | None, given: int | None) -> int | None:
+    """The size of the chunks in a file of partials: the one it holds, else the one that was given."""
     if held is None:
-        return _CHUNK_SIZE if given is None else given
+        return given
     if held.size != 1 or held.dtype.kind not in "iu":
         raise UsageError(f"{source}: chunk_size: expected one integer, got {held.dtype} {held.shape}")
     if given not in (None, held.item()):
@@ -341,6 +338,8 @@ def run_flash_decoding_reduce(source: Path, output: Path, *, chunk_size: int | N
     driver.choose_target()
     import burt_numba
 
+    if chunk_size is None:
+        chunk_size = burt_numba.FLASH_DECODE_CHUNK_SIZE
     lse = np.empty(partials.shape[:2], dtype=np.float32)
     errors = burt_numba.ErrorBuffer()
     with refusals_of("flash_decoding_reduce"), progress() as display:
