@@ -19,11 +19,12 @@ _TWO = np.float32(2.0)
 _THIRD = np.float32(1.0 / 3.0)
 _INFINITY = np.float32(np.inf)
 
-WARM_FACTOR, COLD_FACTOR, SECOND_FACTOR = np.float32(2.0), np.float32(10.0), np.float32(1000.0)
+WARM_FACTOR, COLD_FACTOR, CHECK_FACTOR = np.float32(2.0), np.float32(1000.0), np.float32(10.0)
 """1 over the overlap with the top vector that is assumed of a carried vector; of a pseudo-random one, times sqrt(d).
 
-One vector in twelve has less than the second; where the second singular value is looked for, one in a thousand has: a
-cut would leave a hidden one above the bound.
+One pseudo-random vector in a thousand has less than the second: what it does not see would stay above the bound. One in
+twelve has less than the third, which a check of the result takes: it looks from another start, and must not report what
+is within the bound.
 """
 ROUNDING_UP = np.float32(1.0 + 1e-5)
 """On a proven bound, for the rounding of what it is made from."""

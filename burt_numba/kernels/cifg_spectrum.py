@@ -38,9 +38,9 @@ from burt_numba.device.numeric import FLOAT32_MAX, maximum, minimum, opaque, sig
 from burt_numba.device.row_reductions import ANY_THREADS, row_reductions
 from burt_numba.device.rows import finite_or_zero, not_finite
 from burt_numba.device.spectrum import (
+    CHECK_FACTOR,
     COLD_FACTOR,
     ROUNDING_UP,
-    SECOND_FACTOR,
     WARM_FACTOR,
     is_in_range,
     pseudo_random,
@@ -439,7 +439,8 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                     upper = minimum(upper, math.sqrt(column_largest) * math.sqrt(row_largest) * ROUNDING_UP)
             settled = upper <= spectral_bound
             estimate = upper
-            factor = WARM_FACTOR if warm else COLD_FACTOR * math.sqrt(np.float32(columns))
+            unseen = (COLD_FACTOR if only_checks == 0 else CHECK_FACTOR) * math.sqrt(np.float32(columns))
+            factor = WARM_FACTOR if warm else unseen
             a, b = _ONE, _ZERO
             # The first step has been made already, and says where to begin.
             stepped = stepped and not certifies and unit == _ONE
@@ -611,7 +612,7 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                             stage = 1
                             step = 0
                             residual_before = FLOAT32_MAX
-                            factor = SECOND_FACTOR * math.sqrt(np.float32(columns))
+                            factor = unseen
                             dot, length, _unused = _ZERO, _ZERO, _ZERO
                             for column in range(thread, columns, threads):
                                 v = work[vectors + _V * pitch + column]
