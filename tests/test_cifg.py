@@ -349,6 +349,14 @@ def test_a_second_value_that_a_start_vector_hardly_sees_is_found():
     assert relative_error(outcome.memory, expected.memory) <= LIMITS["spectral"]
 
 
+@pytest.mark.parametrize("power_iterations", [10, 100])
+def test_a_first_value_that_a_start_vector_hardly_sees_is_found(power_iterations):
+    """The pseudo-random vector is nearly the second singular vector, whose value is within the bound."""
+    C = [[0.06369383633136749, 0.16961558163166046], [-0.6355718970298767, 0.8446864485740662]]
+    outcome = run_cifg(kept(C), 0.7898489759734233, power_iterations=power_iterations)
+    assert outcome.counts == {} and sigma_of(outcome.memory) <= 0.7898489759734233 * (1 + LIMITS["spectral"])
+
+
 @few
 @given(any_inputs(moderate), st.floats(0.125, 4, width=32))
 def test_projection_of_a_projected_memory_is_that_memory(inputs, bound):
