@@ -2,7 +2,7 @@
 
 For each query q, p = softmax(q . k_j scale / T) over its contexts j, with the largest T up to 1 at which
 H(p) = -sum p ln p <= entropy_bound, and the result sum_j p_j v_j. docs/biencoder_attention.md has the derivation,
-kernels/biencoder_attention.py, biencoder_rows.py and biencoder_tiles.py the kernels.
+kernels/biencoder_attention.py, biencoder_rows.py, biencoder_few.py and biencoder_tiles.py the kernels.
 """
 
 from __future__ import annotations
@@ -336,7 +336,8 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
         for vector, blocks, resident in itertools.product((widest, 1), (1, MAX_CLUSTER_BLOCKS), (True, False)):
             yield rows_kernel_spec(vector, dtype, blocks, resident), _types(dtype)
         for kind, vector in itertools.product((HALF,) if dtype == "f2" else (EXACT, ROUNDED), (widest, 1)):
-            yield tiles_kernel_spec(kind, vector), _types(dtype)
+            for few in (True, False):
+                yield tiles_kernel_spec(kind, vector, few), _types(dtype)
         arrays = (f"{dtype}:4C",) * 4
         numbers = (*("i8",) * 5, "f4", "f4", "f4", "f4", "i8")
         yield _documented(), (*arrays, *numbers, "f4:1C", "i4:1C", *("f4:1C",) * 3, "i8:1C")

@@ -31,6 +31,10 @@ KEY_TILES = 4
 """Tiles of 8 keys that a warp multiplies at a time."""
 STRETCH = 8 * KEY_TILES
 """Keys that a block has in shared memory at a time, twice."""
+FEW = 2 * STRETCH
+"""Scores of a query that a lane has at once: those from which a search starts, or all of so few contexts."""
+MOST_FEW = FEW
+"""Contexts of the kernel that has all of them at once."""
 FRAGMENT = 256
 """Cells of shared memory of a tile of queries and 16 words of each."""
 VALUE_DIMS = 64
@@ -99,41 +103,45 @@ def choose(sizes: Sizes, rows: int, vector: int, dtype: str, precision: str, cap
     return _choose_rows(sizes.contexts, rows, vector, dtype, capability)
 
 
-def tiles_kernel_spec(kind: int, vector: int) -> KernelSpec:
+def tiles_kernel_spec(kind: int, vector: int, few: bool) -> KernelSpec:
+    """``few``: for at most FEW contexts."""
     threads = 32 * MOST_TILES_WARPS
+    name = "few" if few else "tiles"
     return KernelSpec(
-        "biencoder_tiles",
-        kernel_in("biencoder_tiles", "tiles_kernel"),
+        f"biencoder_{name}",
+        kernel_in(f"biencoder_{name}", f"{name}_kernel"),
         (kind, vector),
         (threads, TILES_RESIDENT // threads),
         lowest_capability=FIRST_TENSOR_CORES,
     )
 
 
-def tiles_shared_bytes(kind: int, warps: int, dims: int) -> int:
-    """Of a block: the queries of each warp, those that all warps work on, two stretches of keys and of values."""
+def tiles_shared_bytes(kind: int, warps: int, dims: int, few: bool) -> int:
+    """Of a block: the queries of each warp, two stretches of keys and of values, and where there are more contexts than
+    these the queries that all warps work on."""
     chunks = -(-dims // (32 if kind == HALF else 16))
     value_words = VALUE_DIMS // (2 if kind == HALF else 1)
-    tiles = (warps + int(warps > 1)) * ROW_TILES
+    tiles = (warps + int(warps > 1 and not few)) * ROW_TILES
     return 4 * (tiles * chunks * FRAGMENT + 2 * STRETCH * (16 * (chunks | 1) + value_words + 4))
 
 
 def _choose_tiles(sizes: Sizes, vector: int, dtype: str, precision: str, capability: tuple[int, int]) -> Choice | None:
     kind = HALF if dtype == "f2" else ROUNDED if precision == "tf32" else EXACT
+    few = sizes.contexts <= MOST_FEW
     warp_queries = ROW_TILES * TILE_ROWS
     most = most_shared_bytes(capability) - _STATIC_BYTES
     warps = 1
     while warps < MOST_TILES_WARPS and warps * warp_queries < sizes.queries:
         warps *= 2
-    while warps > 1 and tiles_shared_bytes(kind, warps, sizes.dims) > most:
+    while warps > 1 and tiles_shared_bytes(kind, warps, sizes.dims, few) > most:
         warps //= 2
-    shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims)
+    shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims, few)
     if shared_bytes > most:
         return None
     blocks = sizes.batch * sizes.heads * -(-sizes.queries // (warp_queries * warps))
     if blocks > MOST_BLOCKS:
         return None
-    return Choice(tiles_kernel_spec(kind, vector), blocks, 32 * warps, shared_bytes, takes_all=True)
+    return Choice(tiles_kernel_spec(kind, vector, few), blocks, 32 * warps, shared_bytes, takes_all=True)
 
 
 def _choose_rows(contexts: int, rows: int, vector: int, dtype: str, capability: tuple[int, int]) -> Choice:

@@ -1,5 +1,6 @@
 """What the tests of biencoder_attention share: inputs, guarded calls, and what every result must keep."""
 
+from importlib import import_module
 from typing import NamedTuple
 
 import numpy as np
@@ -7,17 +8,32 @@ import pytest
 from support import LIMITS, Guarded, events_of, normal, relative_error, to_target
 
 import burt_numba
-from burt_numba import reference
+from burt_numba import biencoder_launches, reference
 from burt_numba.host.compiling import compute_capability
 
+# The module, which has the name of its function.
+MODULE = import_module("burt_numba.biencoder_attention")
 NAN_INPUT, INF_INPUT, ENTROPY_OVERFLOW = 1, 2, 3
 each_type = pytest.mark.parametrize("dtype", [np.float32, np.float16])
+AS_OF_MANY = 6
 # Few queries of a head have a block or a cluster each; where there are tensor cores, more share a warp, 32 at a time.
-each_kernel = pytest.mark.parametrize("queries", [2, 5])
-ROWS, TILES, DOCUMENTED = "biencoder_rows_kernel", "biencoder_tiles_kernel", "biencoder_attention_kernel"
-TOGETHER = {ROWS: 1, TILES: 32, DOCUMENTED: 16}
+# AS_OF_MANY stand for the kernel of more contexts, whatever their number (`kernels_of_many_contexts`).
+each_kernel = pytest.mark.parametrize("queries", [2, 5, AS_OF_MANY])
+ROWS, DOCUMENTED = "biencoder_rows_kernel", "biencoder_attention_kernel"
+FEW, TILES = "biencoder_few_kernel", "biencoder_tiles_kernel"
+ON_TENSOR_CORES = (FEW, TILES)
+TOGETHER = {ROWS: 1, FEW: 32, TILES: 32, DOCUMENTED: 16}
 """Queries of a head that read a value together, and report it once."""
 PARAMETERS = ("scale", "entropy_bound", "temperature_min", "temperature_max", "max_iterations")
+
+
+@pytest.fixture(autouse=True)
+def kernels_of_many_contexts(request, monkeypatch):
+    """With AS_OF_MANY queries of `each_kernel`, no number of contexts is few."""
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is not None and callspec.params.get("queries") == AS_OF_MANY:
+        monkeypatch.setattr(biencoder_launches, "MOST_FEW", -1)
+        monkeypatch.setattr(MODULE._OPERATION, "_calls", {})
 
 
 class Inputs(NamedTuple):
@@ -131,7 +147,7 @@ def score_rounding(inputs, scale, precision, kernel):
     name = "score_rounding"
     if kind_of(inputs, precision) == "tf32":
         name = "score_rounding_tf32"
-    elif kernel == TILES:
+    elif kernel in ON_TENSOR_CORES:
         name = "score_rounding_tiles"
     return LIMITS[name] * terms * abs(query.shape[3] ** -0.5 if scale is None else scale)
 

@@ -11,6 +11,7 @@ from biencoder_support import (
     each_type,
     inputs_of,
     inputs_with_scores,
+    kernels_of_many_contexts,  # noqa: F401 (a fixture)
     queries_together,
     run_biencoder,
     same_results,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from biencoder_support import (
     DOCUMENTED,
+    FEW,
     ROWS,
-    TILES,
     Attended,
     Inputs,
     assert_attended,
@@ -146,7 +146,7 @@ def test_more_rows_than_a_launch_takes(monkeypatch, limit, queries):
 
 
 @each_type
-@pytest.mark.parametrize(("queries", "kernel"), [(2, ROWS), (3, ROWS), (4, TILES), (5, TILES), (33, TILES)])
+@pytest.mark.parametrize(("queries", "kernel"), [(2, ROWS), (3, ROWS), (4, FEW), (5, FEW), (33, FEW)])
 def test_the_tests_reach_both_kernels(queries, kernel, dtype):
     """Those with a number of queries as a parameter, on devices whose tensor cores take float32."""
     pytest.importorskip("burt_numba.kernels.biencoder_tiles", reason="no kernel of tiles")

@@ -5,6 +5,7 @@ from importlib import import_module
 import numpy as np
 import pytest
 from biencoder_support import (
+    FEW,
     TILES,
     Inputs,
     assert_attended,
@@ -26,7 +27,7 @@ from burt_numba.host.compiling import compute_capability
 MODULE = import_module("burt_numba.biencoder_attention")
 pytestmark = pytest.mark.skipif(compute_capability(0) < biencoder_launches.FIRST_TENSOR_CORES, reason="no tensor cores")
 
-# Whether the keys stay in shared memory over the passes, or come again for each: up to 64 of them do.
+# Up to 64 contexts have a kernel of their own, in which each lane searches without the others.
 each_length = pytest.mark.parametrize("K", [40, 65])
 each_block = pytest.mark.parametrize("warps", [2, 4])
 
@@ -37,8 +38,9 @@ def choose_tiles(monkeypatch, warps):
     def choose(sizes, rows, vector, dtype, precision, capability):
         kind = biencoder_launches.HALF if dtype == "f2" else biencoder_launches.EXACT
         blocks = sizes.batch * sizes.heads * -(-sizes.queries // (32 * warps))
-        shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims)
-        return Choice(tiles_kernel_spec(kind, vector), blocks, 32 * warps, shared_bytes, takes_all=True)
+        few = sizes.contexts <= biencoder_launches.FEW
+        shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims, few)
+        return Choice(tiles_kernel_spec(kind, vector, few), blocks, 32 * warps, shared_bytes, takes_all=True)
 
     monkeypatch.setattr(MODULE, "choose", choose)
     monkeypatch.setattr(MODULE._OPERATION, "_calls", {})
@@ -115,6 +117,15 @@ def test_few_iterations_together(monkeypatch, warps, max_iterations):
     assert outcome.counts == {}
 
 
+@pytest.mark.parametrize("K", [64, 66])
+def test_lengths_on_both_sides_of_few(monkeypatch, K):
+    """The kernel follows from the number of contexts, whatever there is of them in a sample."""
+    choose_tiles(monkeypatch, 2)
+    lengths = np.int32([0, 1, 2, 31, 32, 33, 63, 64, K])
+    outcome = check_biencoder(inputs_of(len(lengths), 1, 40, K, 5, lengths=lengths))
+    assert not outcome.out[0].any()
+
+
 @pytest.mark.parametrize(("warps", "bound", "apart"), [(2, 1.5, 4), (4, 1.0, 4), (4, 2.0, 0)])
 def test_steps_that_the_pass_for_the_values_makes(monkeypatch, warps, bound, apart):
     """One or two of these queries miss their band by such a step, and are searched for on."""
@@ -167,8 +178,9 @@ def test_bounds_out_of_reach_of_several_warps(monkeypatch, warps, places):
 
 
 def test_the_choice_that_the_tests_replace():
-    """Blocks of four warps where there are as many queries."""
-    assert kernel_of(inputs_of(1, 1, 128, 9, 4)) == TILES
+    """Blocks of four warps where there are as many queries; two stretches of keys are few."""
+    assert kernel_of(inputs_of(1, 1, 128, 64, 4)) == FEW
+    assert kernel_of(inputs_of(1, 1, 128, 65, 4)) == TILES
 
 
 # The step of the search ----------------------------------------------------------------------------------------------

@@ -217,39 +217,10 @@ def entropy_search(evaluate):
     return search
 
 
-FEW = 64
-"""Elements of a row from which a search starts; of a row that has no more, all."""
-_FEW_A_PART = 16
-"""Of them, those whose weights are added up before they join a sum that may be larger."""
-_FEW_ITERATIONS = 8
 _STEPS_OF_TWO = 4
 _SAFE_SHARE = np.float32(1 - 2**-8)
 _NEAR_SHARE = np.float32(0.16)
 _NEAR_SQUARE = np.float32(0.06**2)
-
-
-@cuda.jit(device=True)
-def _sums_of_few(data, beta, phase):
-    gaps, most_of_mean = data
-    total = _ZERO
-    first = _ZERO
-    second = _ZERO
-    for part in range(FEW // _FEW_A_PART):
-        part_total = _ZERO
-        part_first = _ZERO
-        for element in range(part * _FEW_A_PART, (part + 1) * _FEW_A_PART):
-            t = beta * gaps[element]
-            weight = exp2(-t)
-            weighted = t * weight
-            part_total += weight
-            part_first += weighted
-            second += weighted * t
-        total += part_total
-        first += part_first
-    return total, minimum(first, total * most_of_mean), second
-
-
-_search_few = entropy_search(_sums_of_few)
 
 
 @cuda.jit(device=True)
@@ -265,21 +236,6 @@ def beta_of_two(gap, bound, lowest_beta, highest_beta):
         nats = maximum(LN_2 * log2(maximum((_ONE + nats) * share - _ONE, _ONE)), _ZERO)
     beta = nats * _SAFE_SHARE * LOG2_E / gap if gap > _ZERO else FLOAT32_MAX
     return minimum(maximum(beta, lowest_beta), highest_beta) if nats > _ZERO else lowest_beta
-
-
-@cuda.jit(device=True)
-def search_few(gaps, are_all, bound, lowest_beta, highest_beta, max_iterations):
-    """(beta, sum of the weights there) from the gaps of a few elements of a row, and a beta that is not too high.
-
-    Where these ``are_all``, the beta is the row's. Else it is one to begin with: whatever else is in the row, its
-    entropy is at least ``ln(total) + min(1, mean of t)`` of a part of it that has the maximum
-    (docs/biencoder_attention.md). Where that is within the bound at the lowest beta, it is that one.
-    """
-    # In units of ln 2, as t is.
-    data = (gaps, FLOAT32_MAX if are_all else LOG2_E)
-    iterations = max_iterations if are_all else _FEW_ITERATIONS
-    beta, total, _entropy, _phase = _search_few(data, bound, lowest_beta, highest_beta, iterations, 0)
-    return beta, total
 
 
 @cuda.jit(device=True)

@@ -11,6 +11,7 @@ from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import HALF, KEY_TILES, ROW_TILES, TILE_ROWS
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import NEGATIVE_INFINITY, opaque
+from burt_numba.device.own_queries import PRODUCTS, WARP_QUERIES
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.score_tiles import score_tiles
 from burt_numba.device.staged_rows import PIECES
@@ -18,10 +19,7 @@ from burt_numba.device.vector import rotate_elements
 from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp
 
 _ZERO = np.float32(0.0)
-_TILE_PRODUCTS = 4 * KEY_TILES
-_PRODUCTS = ROW_TILES * _TILE_PRODUCTS
-_WARP_QUERIES = ROW_TILES * TILE_ROWS
-_rotate_products = rotate_elements(_PRODUCTS, 4)
+_rotate_products = rotate_elements(PRODUCTS, 4)
 
 
 class QueryTiles(NamedTuple):
@@ -132,7 +130,7 @@ def query_tiles(kind: int, vector: int) -> QueryTiles:
     tiles = score_tiles(kind, vector)
     start_piece, finish_pieces, put_piece = tiles.start_piece, tiles.finish_pieces, tiles.put_piece
     add_products = tiles.add_products
-    zero_overflows, leave_out_absent = _zero_overflows(_PRODUCTS), _leave_out_absent(KEY_TILES)
+    zero_overflows, leave_out_absent = _zero_overflows(PRODUCTS), _leave_out_absent(KEY_TILES)
     scores_again = _scores_again(add_products, KEY_TILES)
     scores_of_tile = _scores_again(score_tiles(kind, vector, 1).add_products, 1)
 
@@ -149,7 +147,7 @@ def query_tiles(kind: int, vector: int) -> QueryTiles:
         lane = np.int32(cuda.laneid)
         step = np.int32(32 // lanes_a_query)
         row = np.int32(lane // lanes_a_query)
-        while row < _WARP_QUERIES:
+        while row < WARP_QUERIES:
             dim = np.int32((lane & (lanes_a_query - 1)) * width)
             while dim < padded:
                 for piece in range(PIECES):
@@ -162,7 +160,7 @@ def query_tiles(kind: int, vector: int) -> QueryTiles:
                     values[element] = finite_or_zero(values[element]) * sign
                 for piece in range(PIECES):
                     own = np.int32(row + piece * step)
-                    if own < _WARP_QUERIES:
+                    if own < WARP_QUERIES:
                         put_piece(values, piece, own & 15, dim, shared, np.int32(first_cell + (own >> 4) * tile_cells))
                 dim = opaque(np.int32(dim + 32 * width))
             row = opaque(np.int32(row + PIECES * step))
@@ -194,7 +192,7 @@ def query_tiles(kind: int, vector: int) -> QueryTiles:
         while adding:
             add_products(shared, cells, dims, flawed, buffers, sums)
             bad = False
-            for product in range(_PRODUCTS):
+            for product in range(PRODUCTS):
                 bad |= not (abs(sums[product]) <= product_limit)
             adding = any_lane(bad, FULL_MASK) and not flawed
             if flawed:

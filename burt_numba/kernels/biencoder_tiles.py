@@ -7,8 +7,7 @@
                 where a query that was only near has missed its band
 
 Once at most 32 queries of a block are still searching, those are gathered as two tiles of their own, and all warps
-evaluate them together, each warp 8 keys of each stretch of 32; sums of the warps are added in their order. Of at most
-FEW contexts these are all the scores: the lane that looks after a query searches on its own.
+evaluate them together, each warp 8 keys of each stretch of 32; sums of the warps are added in their order.
 
 Scores are made again in each pass: nothing is kept but sums, whatever the number of contexts. Lane (g = lane / 4,
 t = lane % 4) has the scores of queries g, g + 8, g + 16 and g + 24 with two keys in 8, and looks after query g + 8 t.
@@ -22,19 +21,18 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import (
+    FEW,
     FRAGMENT,
     HALF,
     KEY_TILES,
     MOST_TILES_WARPS,
     ROW_TILES,
     STRETCH,
-    TILE_ROWS,
     VALUE_DIMS,
 )
 from burt_numba.device.async_copies import shared_address, wait_for_copies
 from burt_numba.device.attention import HALF_MAX, context_count, report_sum, smallest_weight
 from burt_numba.device.entropy import (
-    FEW,
     GAP_RANGE,
     accepted_limits,
     bend_of,
@@ -44,26 +42,35 @@ from burt_numba.device.entropy import (
     is_near,
     last_beta,
     next_beta,
-    search_few,
     variance_of,
 )
-from burt_numba.device.events import ENTROPY_OVERFLOW, record_bad_elements, record_event
 from burt_numba.device.numeric import (
     FLOAT32_MAX,
-    LOG2_E,
     NEGATIVE_INFINITY,
-    choose,
     exp2,
     maximum,
     minimum,
     opaque,
     whole_quotient,
 )
+from burt_numba.device.own_queries import (
+    PRODUCTS,
+    SLOTS,
+    TILE_PRODUCTS,
+    WARP_QUERIES,
+    give,
+    own_number,
+    report_out_of_reach,
+    score_bits,
+    search_few,
+    take_own,
+)
 from burt_numba.device.query_tiles import query_tiles
 from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
 from burt_numba.device.score_tiles import own_place, own_start, score_tiles
 from burt_numba.device.staged_rows import PIECES
-from burt_numba.device.vector import element_at, rotate_elements, set_element, store_vector
+from burt_numba.device.tile_results import TILE_SUMS, VALUE_SUMS, tile_results
+from burt_numba.device.vector import element_at, rotate_elements, set_element
 from burt_numba.device.warp import (
     FULL_MASK,
     any_lane,
@@ -71,8 +78,6 @@ from burt_numba.device.warp import (
     count_lanes_before,
     lanes_where,
     shuffle,
-    shuffle_xor,
-    warp_min,
     warp_sum,
     warp_sum3,
 )
@@ -81,15 +86,10 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
 _HALF_OF = np.float32(0.5)
-_SLOTS = 2 * ROW_TILES
-"""Queries of which a lane has scores; as many lanes share each."""
-_WARP_QUERIES = ROW_TILES * TILE_ROWS
-_ALL_SUMS = 4 * MOST_TILES_WARPS * _WARP_QUERIES
+_ALL_SUMS = 4 * MOST_TILES_WARPS * WARP_QUERIES
 _MOST_THREADS = 32 * MOST_TILES_WARPS
 _ALL_PARKED = 5 * _MOST_THREADS
 """What a lane knows of its query and does not need while it multiplies values, which takes all registers."""
-_TILE_PRODUCTS = 4 * KEY_TILES
-_PRODUCTS = ROW_TILES * _TILE_PRODUCTS
 
 
 @cuda.jit(device=True)
@@ -98,29 +98,6 @@ def _add_compensated(sums, lost, place, value):
     total = sums[place] + value
     lost[place] += value - (total - sums[place])
     sums[place] = total
-
-
-@cuda.jit(device=True)
-def _own(values, turn):
-    """Of the numbers of a lane's four queries, that of the one it looks after."""
-    own = values[0]
-    for slot in range(1, _SLOTS):
-        own = choose(turn & (_SLOTS - 1) == slot, values[slot], own)
-    return own
-
-
-@cuda.jit(device=True)
-def _give(value, values):
-    """Every lane gets the numbers of its four queries from the lanes that look after them."""
-    first = np.int32(cuda.laneid & 28)
-    for slot in range(_SLOTS):
-        values[slot] = shuffle(value, np.int32(first + slot), FULL_MASK)
-
-
-@cuda.jit(device=True)
-def _bits_of(scale):
-    """Of a product's half, in units of ln 2 of a score: made anew where it is wanted."""
-    return minimum(2 * abs(opaque(scale)) * LOG2_E, FLOAT32_MAX)
 
 
 @cuda.jit(device=True)
@@ -167,23 +144,6 @@ def _gather(searching, own_row, half_maximum, factor, cells, shared, counts, max
     return place
 
 
-@cuda.jit(device=True)
-def _report_out_of_reach(is_one, row, own_row, counts, errors):
-    """The block reports its queries of which the bound is out of reach, all at once: one by one, they would queue."""
-    found = cuda.syncthreads_count(np.int32(is_one))
-    if found > 0:
-        # Nothing is gathered after this, and the counts are free.
-        warp = np.int32(cuda.threadIdx.x >> 5)
-        lowest = warp_min(own_row if is_one else np.int32(_WARP_QUERIES), 32, FULL_MASK)
-        if cuda.laneid == 0:
-            counts[warp] = lowest
-        cuda.syncthreads()  # the lowest of each warp
-        if cuda.threadIdx.x == 0:
-            while counts[warp] == _WARP_QUERIES:
-                warp = opaque(np.int32(warp + 1))
-            record_event(errors, ENTROPY_OVERFLOW, found, row + warp * _WARP_QUERIES + counts[warp])
-
-
 def _add_weights(key_tiles: int, lift: float | None = None):
     """A function that adds to the sums of a lane's queries what so many tiles of keys weigh.
 
@@ -196,7 +156,7 @@ def _add_weights(key_tiles: int, lift: float | None = None):
     def add_weights(products, half_maxima, factors, parts, sums):
         part_totals, part_firsts = parts
         totals, lost_totals, firsts, lost_firsts, seconds, thirds = sums
-        for slot in range(_SLOTS):
+        for slot in range(SLOTS):
             part_totals[slot] = _ZERO
             part_firsts[slot] = _ZERO
         for product in range(4 * ROW_TILES * key_tiles):
@@ -212,24 +172,11 @@ def _add_weights(key_tiles: int, lift: float | None = None):
                 weighted *= t
                 seconds[slot] += weighted
                 thirds[slot] += weighted * t
-        for slot in range(_SLOTS):
+        for slot in range(SLOTS):
             _add_compensated(totals, lost_totals, slot, part_totals[slot])
             _add_compensated(firsts, lost_firsts, slot, part_firsts[slot])
 
     return add_weights
-
-
-@cuda.jit(device=True)
-def _take_own(products, turn, own):
-    """Of a stretch, a lane gets all scores of its query from the lanes that share it; in an order of its own."""
-    for step in range(_SLOTS):
-        for key in range(2 * KEY_TILES):
-            first = key // 2 * 4 + key % 2
-            slot = turn ^ step
-            sent = products[first]
-            for other in range(1, _SLOTS):
-                sent = choose(slot == other, products[other // 2 * _TILE_PRODUCTS + other % 2 * 2 + first], sent)
-            own[step * 2 * KEY_TILES + key] = shuffle_xor(sent, step, FULL_MASK)
 
 
 _add_all_weights, _add_tile_weights = _add_weights(KEY_TILES), _add_weights(1)
@@ -249,14 +196,10 @@ def tiles_kernel(kind: int, vector: int):
     value_pitch = 4 * value_pieces + 4
     value_shift = value_pieces.bit_length() - 1
     fragment_type = np.uint32 if half else np.float32
-    tile_sums = VALUE_DIMS // 8 * 4
-    tile_columns = VALUE_DIMS // (8 * width)
-    value_sums = ROW_TILES * tile_sums
     tiles = score_tiles(kind, vector)
     stage, add_values = tiles.stage, tiles.add_values
     put_queries, first_scores, scores_again, scores_of_tile = query_tiles(kind, vector)
-    store = store_vector(width)
-    rotate_results = rotate_elements(value_sums, 8)
+    report_results, store_results = tile_results(kind, vector)
     rotate_few = rotate_elements(FEW, STRETCH)
     weigh = _add_weights(KEY_TILES, float(lift))
 
@@ -276,57 +219,6 @@ def tiles_kernel(kind: int, vector: int):
         cell = np.int32(cell + buffer * STRETCH * value_pitch)
         if first_key < length:
             stage(values, stretch_place, dims, value_pieces, value_shift, shared, cell, np.int32(value_pitch), staging)
-
-    @cuda.jit(device=True)
-    def report_results(results, place, dims, rows_left, dims_left, errors):
-        """Results that their type does not hold become 0."""
-        nans = np.int32(0)
-        infinities = np.int32(0)
-        first_nan = np.int64(0)
-        first_infinity = np.int64(0)
-        first = np.int32(0)
-        while first < value_sums:
-            for each in range(8):
-                cell = np.int32(first + each)
-                column = np.int32((cell & (tile_sums - 1)) >> 2)
-                row = np.int32(cell // tile_sums * TILE_ROWS + (cell >> 1 & 1) * 8 + (cuda.laneid >> 2))
-                step = np.int32(column // width * 8 + (cell & 1) + (cuda.laneid & 3) * 2)
-                dim = np.int32(step * width + (column & (width - 1)))
-                value = results[each]
-                if not (abs(value) <= limit):
-                    if row < rows_left and dim < dims_left:
-                        index = place + np.int64(row) * dims + dim
-                        if value == value:
-                            first_infinity = index if infinities == 0 else min(first_infinity, index)
-                            infinities += np.int32(1)
-                        else:
-                            first_nan = index if nans == 0 else min(first_nan, index)
-                            nans += np.int32(1)
-                    results[each] = _ZERO
-            rotate_results(results)
-            first = opaque(np.int32(first + 8))
-        record_bad_elements(errors, nans, infinities, first_nan, first_infinity, 32, FULL_MASK)
-
-    @cuda.jit(device=True)
-    def store_results(output, results, place, dims, rows_left, dims_left, stored):
-        # Made anew: the places of all rows would else be kept over the passes.
-        lane = opaque(np.int32(cuda.laneid))
-        for vector_place in range(value_sums // width):
-            below, odd, column = vector_place & 1, (vector_place >> 1) & 1, (vector_place >> 2) % tile_columns
-            row_tile = (vector_place >> 2) // tile_columns
-            row = np.int32(row_tile * TILE_ROWS + below * 8 + (lane >> 2))
-            dim = np.int32((column * 8 + (lane & 3) * 2 + odd) * width)
-            first = row_tile * tile_sums + column * width * 4 + below * 2 + odd
-            for element in range(width):
-                stored[element] = results[first + element * 4]
-            if row < rows_left and dim < dims_left:
-                at = place + np.int64(row) * dims + dim
-                if vector > 1:
-                    store(output, at, stored, 0)
-                else:
-                    for element in range(width):
-                        if dim + element < dims_left:
-                            output[at + element] = stored[element]
 
     @cuda.jit
     def biencoder_tiles_kernel(
@@ -375,39 +267,39 @@ def tiles_kernel(kind: int, vector: int):
     ):
         shared = cuda.shared.array(0, fragment_type, 16)
         gathered_counts = cuda.shared.array(MOST_TILES_WARPS, np.int32)
-        gathered_maxima = cuda.shared.array(_WARP_QUERIES, np.float32)
-        gathered_factors = cuda.shared.array(_WARP_QUERIES, np.float32)
+        gathered_maxima = cuda.shared.array(WARP_QUERIES, np.float32)
+        gathered_factors = cuda.shared.array(WARP_QUERIES, np.float32)
         gathered_sums = cuda.shared.array(_ALL_SUMS, np.float32)
         parked = cuda.shared.array(_ALL_PARKED, np.float32)
         piece_words = cuda.local.array(pieces_words, np.uint32)
         piece_numbers = cuda.local.array(pieces_words, np.float32)
-        words = cuda.local.array(_TILE_PRODUCTS, np.uint32)
-        numbers = cuda.local.array(_TILE_PRODUCTS, np.float32)
-        low = cuda.local.array(_TILE_PRODUCTS, np.float32)
+        words = cuda.local.array(TILE_PRODUCTS, np.uint32)
+        numbers = cuda.local.array(TILE_PRODUCTS, np.float32)
+        low = cuda.local.array(TILE_PRODUCTS, np.float32)
         left_words = cuda.local.array(8, np.uint32)
         left = cuda.local.array(8, np.float32)
         left_low = cuda.local.array(8, np.float32)
         step_sums = cuda.local.array(4, np.float32)
-        products = cuda.local.array(_PRODUCTS, np.float32)
-        tops = cuda.local.array(_PRODUCTS, np.float32)
-        next_tops = cuda.local.array(_PRODUCTS, np.float32)
+        products = cuda.local.array(PRODUCTS, np.float32)
+        tops = cuda.local.array(PRODUCTS, np.float32)
+        next_tops = cuda.local.array(PRODUCTS, np.float32)
         few = cuda.local.array(FEW, np.float32)
-        half_maxima = cuda.local.array(_SLOTS, np.float32)
-        factors = cuda.local.array(_SLOTS, np.float32)
-        part_totals = cuda.local.array(_SLOTS, np.float32)
-        part_firsts = cuda.local.array(_SLOTS, np.float32)
-        totals = cuda.local.array(_SLOTS, np.float32)
-        firsts = cuda.local.array(_SLOTS, np.float32)
-        seconds = cuda.local.array(_SLOTS, np.float32)
-        thirds = cuda.local.array(_SLOTS, np.float32)
-        lost_totals = cuda.local.array(_SLOTS, np.float32)
-        lost_firsts = cuda.local.array(_SLOTS, np.float32)
-        shares = cuda.local.array(_SLOTS, np.float32)
-        finals = cuda.local.array(_SLOTS, np.float32)
+        half_maxima = cuda.local.array(SLOTS, np.float32)
+        factors = cuda.local.array(SLOTS, np.float32)
+        part_totals = cuda.local.array(SLOTS, np.float32)
+        part_firsts = cuda.local.array(SLOTS, np.float32)
+        totals = cuda.local.array(SLOTS, np.float32)
+        firsts = cuda.local.array(SLOTS, np.float32)
+        seconds = cuda.local.array(SLOTS, np.float32)
+        thirds = cuda.local.array(SLOTS, np.float32)
+        lost_totals = cuda.local.array(SLOTS, np.float32)
+        lost_firsts = cuda.local.array(SLOTS, np.float32)
+        shares = cuda.local.array(SLOTS, np.float32)
+        finals = cuda.local.array(SLOTS, np.float32)
         right = cuda.local.array(2, np.float32)
         right_words = cuda.local.array(2, np.uint32)
         right_low = cuda.local.array(2, np.float32)
-        results = cuda.local.array(value_sums, np.float32)
+        results = cuda.local.array(VALUE_SUMS, np.float32)
         stored = cuda.local.array(width, np.float32)
         lane = np.int32(cuda.laneid)
         warp = np.int32(cuda.threadIdx.x >> 5)
@@ -419,7 +311,7 @@ def tiles_kernel(kind: int, vector: int):
         sample = whole_quotient(sample_head, np.int32(heads))
         head = np.int32(sample_head - sample * heads)
         key_head = whole_quotient(head, np.int32(group))
-        valid = np.int32(min(queries - first_query, _WARP_QUERIES))
+        valid = np.int32(min(queries - first_query, WARP_QUERIES))
         leads = first_query == 0 and lane == 0
         length_place = lengths_origin + np.int64(sample) * length_stride
         length = context_count(
@@ -440,8 +332,7 @@ def tiles_kernel(kind: int, vector: int):
             key_shift = np.int32(key_shift + 1)
         buffer = np.int32(1)
         product_limit = FLOAT32_MAX / maximum(abs(scale), _ONE)
-        owns = turn < _SLOTS and own_row < valid
-        resident = length <= FEW
+        owns = turn < SLOTS and own_row < valid
         row = np.int64(sample_head) * queries + first_query
         query_start = query_origin + sample * query_sample_stride + head * query_head_stride
         query_start += first_query * query_stride
@@ -478,7 +369,7 @@ def tiles_kernel(kind: int, vector: int):
         sums = (totals, lost_totals, firsts, lost_firsts, seconds, thirds)
 
         # Of each query, the two greatest products of each class of keys: of those at the same place of a stretch.
-        for product in range(_PRODUCTS):
+        for product in range(PRODUCTS):
             tops[product] = NEGATIVE_INFINITY
             next_tops[product] = NEGATIVE_INFINITY
         for each in range(FEW):
@@ -497,7 +388,7 @@ def tiles_kernel(kind: int, vector: int):
                 flawed |= first_scores(
                     shared, cells, first_key, length, product_limit, dims, buffers, products, keys, report, errors
                 )
-                for product in range(_PRODUCTS):
+                for product in range(PRODUCTS):
                     beaten = minimum(tops[product], products[product])
                     tops[product] = maximum(tops[product], products[product])
                     next_tops[product] = maximum(next_tops[product], beaten)
@@ -506,14 +397,14 @@ def tiles_kernel(kind: int, vector: int):
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)
         gap_limit = GAP_RANGE / lowest_beta
-        bits = _bits_of(scale)
+        bits = score_bits(scale)
         high_beta = highest_beta
         row_max = NEGATIVE_INFINITY
         turned = np.int32(0)
         while turned < 2:
-            _take_own(tops, turn, few)
+            take_own(tops, turn, few)
             rotate_few(few)
-            for product in range(_PRODUCTS):
+            for product in range(PRODUCTS):
                 tops[product] = next_tops[product]
             turned = opaque(np.int32(turned + 1))
         runner_up = NEGATIVE_INFINITY
@@ -532,14 +423,11 @@ def tiles_kernel(kind: int, vector: int):
         if owns:
             gap = minimum((half_maximum - _HALF_OF * runner_up) * bits, gap_limit)
             low_beta = beta_of_two(gap, bound, lowest_beta, highest_beta)
-            beta, total = search_few(few, resident, bound, low_beta, highest_beta, max_iterations)
-        # Of so few keys a lane has all scores of its query, and has searched without the others.
-        searching = owns and not resident
-        if resident:
-            high_beta = beta
-        elif warps > 1:
+            beta, total, _entropy = search_few(few, False, bound, low_beta, highest_beta, max_iterations)
+        searching = owns
+        if warps > 1:
             thread = np.int32(cuda.threadIdx.x)
-            if thread < _WARP_QUERIES:
+            if thread < WARP_QUERIES:
                 gathered_maxima[thread] = _ZERO
                 gathered_factors[thread] = _ZERO
             while thread < ROW_TILES * tile_cells:
@@ -560,10 +448,10 @@ def tiles_kernel(kind: int, vector: int):
         while first_dim < dims:
             while remaining != 0:
                 # Once they are few, all warps work on the same queries, each with its part of the keys.
-                gathers = remaining <= _WARP_QUERIES and opaque(np.int32(cuda.blockDim.x)) > 32
+                gathers = remaining <= WARP_QUERIES and opaque(np.int32(cuda.blockDim.x)) > 32
                 place = np.int32(0)
                 evaluates = any_lane(searching, FULL_MASK)
-                factor = minimum(beta * _bits_of(scale), FLOAT32_MAX)
+                factor = minimum(beta * score_bits(scale), FLOAT32_MAX)
                 if gathers:
                     gather_cells = (first_cell, gathered_cell, tile_cells, chunks)
                     place = _gather(
@@ -577,14 +465,14 @@ def tiles_kernel(kind: int, vector: int):
                         gathered_maxima,
                         gathered_factors,
                     )
-                    for slot in range(_SLOTS):
+                    for slot in range(SLOTS):
                         slot_row = np.int32((slot >> 1) * 16 + (slot & 1) * 8 + (lane >> 2))
                         half_maxima[slot] = gathered_maxima[slot_row]
                         factors[slot] = gathered_factors[slot_row]
                 else:
-                    _give(half_maximum, half_maxima)
-                    _give(factor, factors)
-                for slot in range(_SLOTS):
+                    give(half_maximum, half_maxima)
+                    give(factor, factors)
+                for slot in range(SLOTS):
                     totals[slot] = _ZERO
                     lost_totals[slot] = _ZERO
                     firsts[slot] = _ZERO
@@ -615,16 +503,16 @@ def tiles_kernel(kind: int, vector: int):
                         scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
                         _add_all_weights(products, half_maxima, factors, parts, sums)
                     first_key = opaque(next_key)
-                for slot in range(_SLOTS):
+                for slot in range(SLOTS):
                     totals[slot], firsts[slot], seconds[slot] = warp_sum3(
                         totals[slot] + lost_totals[slot], firsts[slot] + lost_firsts[slot], seconds[slot], 4, FULL_MASK
                     )
                     thirds[slot] = warp_sum(thirds[slot], 4, FULL_MASK)
-                new_total, first = _own(totals, turn), _own(firsts, turn)
-                second, third = _own(seconds, turn), _own(thirds, turn)
+                new_total, first = own_number(totals, turn), own_number(firsts, turn)
+                second, third = own_number(seconds, turn), own_number(thirds, turn)
                 if gathers:
-                    part = np.int32(4 * (warp * _WARP_QUERIES + opaque(own_row)))
-                    if turn < _SLOTS:
+                    part = np.int32(4 * (warp * WARP_QUERIES + opaque(own_row)))
+                    if turn < SLOTS:
                         set_element(gathered_sums, np.int64(part), new_total)
                         set_element(gathered_sums, np.int64(part + 1), first)
                         set_element(gathered_sums, np.int64(part + 2), second)
@@ -632,12 +520,12 @@ def tiles_kernel(kind: int, vector: int):
                     cuda.syncthreads()  # the sums of all warps are there
                     new_total, first, second, third = _ZERO, _ZERO, _ZERO, _ZERO
                     part = np.int32(4 * place)
-                    while searching and part < 4 * warps * _WARP_QUERIES:
+                    while searching and part < 4 * warps * WARP_QUERIES:
                         new_total += element_at(gathered_sums, np.int64(part))
                         first += element_at(gathered_sums, np.int64(part + 1))
                         second += element_at(gathered_sums, np.int64(part + 2))
                         third += element_at(gathered_sums, np.int64(part + 3))
-                        part = opaque(np.int32(part + 4 * _WARP_QUERIES))
+                        part = opaque(np.int32(part + 4 * WARP_QUERIES))
                 if searching:
                     # Made again from little: a number kept over a pass over the keys is a register less for it.
                     bound_limit, lowest_accepted, aim = accepted_limits(opaque(bound))
@@ -672,11 +560,11 @@ def tiles_kernel(kind: int, vector: int):
                 remaining = cuda.syncthreads_count(np.int32(searching))
 
             if first_dim == 0:
-                _give(half_maximum, half_maxima)
+                give(half_maximum, half_maxima)
                 tried_beta = beta if untried else high_beta
-                _give(minimum(tried_beta * _bits_of(scale), FLOAT32_MAX), factors)
+                give(minimum(tried_beta * score_bits(scale), FLOAT32_MAX), factors)
                 # Where there is no query, no value has weight.
-                _give(_HALF_OF * exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
+                give(_HALF_OF * exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
             own_cell = np.int64(cuda.threadIdx.x)
             set_element(parked, own_cell, half_maximum)
             set_element(parked, own_cell + _MOST_THREADS, beta)
@@ -686,15 +574,13 @@ def tiles_kernel(kind: int, vector: int):
             mends = False
             adding = True
             while adding:
-                for place in range(value_sums):
+                for place in range(VALUE_SUMS):
                     results[place] = _ZERO
-                for slot in range(_SLOTS):
+                for slot in range(SLOTS):
                     totals[slot] = _ZERO
                     lost_totals[slot] = _ZERO
                     firsts[slot] = _ZERO
                     lost_firsts[slot] = _ZERO
-                if resident:
-                    buffer = np.int32(1)
                 keys_start = own_start(keys_origin, keys_sample_stride, keys_head_stride, heads, group, queries)
                 key_place = (keys_start, key_stride, key_dim_stride)
                 values_start = own_start(values_origin, values_sample_stride, values_head_stride, heads, group, queries)
@@ -707,8 +593,7 @@ def tiles_kernel(kind: int, vector: int):
                     value_cell = np.int32(values_cell + buffer * STRETCH * value_pitch)
                     buffer ^= np.int32(1)
                     next_key = np.int32(first_key + STRETCH)
-                    if not resident:
-                        stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
+                    stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
                     stage_values(
                         values, value_place, next_key, length, first_dim, dims, shared, values_cell, buffer, staging
                     )
@@ -716,16 +601,16 @@ def tiles_kernel(kind: int, vector: int):
                         scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
                         weigh(products, half_maxima, factors, parts, sums)
                         carries = False
-                        for slot in range(_SLOTS):
+                        for slot in range(SLOTS):
                             heaviest = _ZERO
-                            for product in range(slot // 2 * _TILE_PRODUCTS, (slot // 2 + 1) * _TILE_PRODUCTS):
+                            for product in range(slot // 2 * TILE_PRODUCTS, (slot // 2 + 1) * TILE_PRODUCTS):
                                 if (product >> 1) & 1 == slot & 1:
                                     heaviest = maximum(heaviest, products[product])
                             carries |= heaviest * shares[slot] > smallest
                         if mends:
                             # What carries nothing is not looked at, and no sum overflows that the result does not.
-                            for product in range(_PRODUCTS):
-                                slot = product // _TILE_PRODUCTS * 2 + ((product >> 1) & 1)
+                            for product in range(PRODUCTS):
+                                slot = product // TILE_PRODUCTS * 2 + ((product >> 1) & 1)
                                 share = products[product] * shares[slot]
                                 kept = products[product] if half else share
                                 products[product] = kept if share > smallest else _ZERO
@@ -744,14 +629,14 @@ def tiles_kernel(kind: int, vector: int):
                                 shared, value_cell, events_place, products, mends, errors, value_buffers, results
                             )
                     first_key = opaque(next_key)
-                for slot in range(_SLOTS):
+                for slot in range(SLOTS):
                     totals[slot] = warp_sum(totals[slot] + lost_totals[slot], 4, FULL_MASK)
                     firsts[slot] = warp_sum(firsts[slot] + lost_firsts[slot], 4, FULL_MASK)
                     share = _ONE / totals[slot] if totals[slot] > _ZERO else _ZERO
                     finals[slot] = share / shares[slot] if mends and not half and share > _ZERO else share
                 bad = False
-                for place in range(value_sums):
-                    results[place] *= finals[place // tile_sums * 2 + ((place >> 1) & 1)]
+                for place in range(VALUE_SUMS):
+                    results[place] *= finals[place // TILE_SUMS * 2 + ((place >> 1) & 1)]
                     bad |= not (abs(results[place]) <= limit)
                 bad = cuda.syncthreads_or(np.int32(bad)) != 0
                 own_cell = np.int64(opaque(np.int32(cuda.threadIdx.x)))
@@ -760,7 +645,7 @@ def tiles_kernel(kind: int, vector: int):
                 low_beta = element_at(parked, own_cell + 2 * _MOST_THREADS)
                 high_beta = element_at(parked, own_cell + 3 * _MOST_THREADS)
                 bound = element_at(parked, own_cell + 4 * _MOST_THREADS)
-                total, first = exp2(-lift) * _own(totals, turn), exp2(-lift) * _own(firsts, turn)
+                total, first = exp2(-lift) * own_number(totals, turn), exp2(-lift) * own_number(firsts, turn)
                 entropy = entropy_of(total, first)
                 if first_dim == 0:
                     bound_limit, lowest_accepted, _aim = accepted_limits(opaque(bound))
@@ -784,7 +669,7 @@ def tiles_kernel(kind: int, vector: int):
                             row + own_row, row_top, total, opaque(temperature_min), temperature_max, lse_out, errors
                         )
                     is_over = owns and is_out_of_reach(entropy, opaque(bound))
-                    _report_out_of_reach(is_over, row - warp * _WARP_QUERIES, own_row, gathered_counts, errors)
+                    report_out_of_reach(is_over, row - warp * WARP_QUERIES, own_row, gathered_counts, errors)
                 place = row * dims + opaque(first_dim)
                 dims_left = np.int32(dims - first_dim)
                 if bad:
