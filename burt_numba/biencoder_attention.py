@@ -21,10 +21,12 @@ from burt_numba.biencoder_launches import (
     MOST_DIMS,
     ROUNDED,
     ROWS_ONLY,
+    TILES_CHUNKS,
     Choice,
     DocumentedTiles,
     Sizes,
     choose,
+    few_kernel_spec,
     rows_kernel_spec,
     tiles_kernel_spec,
 )
@@ -336,8 +338,9 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
         for vector, blocks, resident in itertools.product((widest, 1), (1, MAX_CLUSTER_BLOCKS), (True, False)):
             yield rows_kernel_spec(vector, dtype, blocks, resident), _types(dtype)
         for kind, vector in itertools.product((HALF,) if dtype == "f2" else (EXACT, ROUNDED), (widest, 1)):
-            for few in (True, False):
-                yield tiles_kernel_spec(kind, vector, few), _types(dtype)
+            yield few_kernel_spec(kind, vector), _types(dtype)
+            for chunks in (0, *TILES_CHUNKS[kind]) if vector > 1 else (0,):
+                yield tiles_kernel_spec(kind, vector, chunks), _types(dtype)
         arrays = (f"{dtype}:4C",) * 4
         numbers = (*("i8",) * 5, "f4", "f4", "f4", "f4", "i8")
         yield _documented(), (*arrays, *numbers, "f4:1C", "i4:1C", *("f4:1C",) * 3, "i8:1C")

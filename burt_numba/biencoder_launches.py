@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from burt_numba.host.compiling import KernelSpec, kernel_in
@@ -30,7 +31,7 @@ ROW_TILES = 2
 KEY_TILES = 4
 """Tiles of 8 keys that a warp multiplies at a time."""
 STRETCH = 8 * KEY_TILES
-"""Keys that a block has in shared memory at a time, twice."""
+"""Keys that a warp multiplies at a time. A block has one or two stretches in shared memory, twice."""
 FEW = 2 * STRETCH
 """Scores of a query that a lane has at once: those from which a search starts, or all of so few contexts."""
 MOST_FEW = FEW
@@ -42,7 +43,11 @@ VALUE_DIMS = 64
 MOST_TILES_WARPS = 4
 TILES_RESIDENT = 256
 """Threads that a multiprocessor holds at least: 255 registers each."""
+TILES_CHUNKS: dict[int, tuple[int, ...]] = {EXACT: (), ROUNDED: (4,), HALF: (1, 2)}
+"""Chunks of a vector that there are kernels for; there is one for any number beside them."""
 _STATIC_BYTES = 5120
+_SYSTEM_BYTES = 1024
+"""Shared memory of each block that is not its own."""
 _FEW_CONTEXTS = 1024
 """Up to this many, blocks of a cluster take longer to meet than one of them for all."""
 LARGEST_TILES_SCALE = 2.0**60
@@ -103,45 +108,88 @@ def choose(sizes: Sizes, rows: int, vector: int, dtype: str, precision: str, cap
     return _choose_rows(sizes.contexts, rows, vector, dtype, capability)
 
 
-def tiles_kernel_spec(kind: int, vector: int, few: bool) -> KernelSpec:
-    """``few``: for at most FEW contexts."""
+def stretches_of(kind: int, chunks: int) -> int:
+    """Stretches that a block works on between two barriers, by a kernel for so many chunks of a vector (0: any)."""
+    return 2 if kind == HALF and chunks > 0 else 1
+
+
+def few_kernel_spec(kind: int, vector: int) -> KernelSpec:
+    """For at most FEW contexts."""
+    return _on_tensor_cores("few", (kind, vector))
+
+
+def tiles_kernel_spec(kind: int, vector: int, chunks: int = 0) -> KernelSpec:
+    """``chunks``: of a vector, where the kernel is made for as many; 0: for any number."""
+    return _on_tensor_cores("tiles", (kind, vector, chunks))
+
+
+def _on_tensor_cores(name: str, constants: tuple[int, ...]) -> KernelSpec:
     threads = 32 * MOST_TILES_WARPS
-    name = "few" if few else "tiles"
     return KernelSpec(
         f"biencoder_{name}",
         kernel_in(f"biencoder_{name}", f"{name}_kernel"),
-        (kind, vector),
+        constants,
         (threads, TILES_RESIDENT // threads),
         lowest_capability=FIRST_TENSOR_CORES,
     )
 
 
-def tiles_shared_bytes(kind: int, warps: int, dims: int, few: bool) -> int:
-    """Of a block: the queries of each warp, two stretches of keys and of values, and where there are more contexts than
-    these the queries that all warps work on."""
-    chunks = -(-dims // (32 if kind == HALF else 16))
+def chunks_of(kind: int, dims: int) -> int:
+    """Of a vector: 16 words each."""
+    return -(-dims // (32 if kind == HALF else 16))
+
+
+def few_shared_bytes(kind: int, warps: int, dims: int) -> int:
+    """Of a block: the queries of each warp, FEW keys and values."""
+    return _tiles_bytes(kind, warps, dims, FEW)
+
+
+def tiles_shared_bytes(kind: int, warps: int, dims: int, stretches: int = 1) -> int:
+    """Of a block: the queries of each warp, those that all warps work on, keys and values twice."""
+    return _tiles_bytes(kind, warps + int(warps > 1), dims, 2 * stretches * STRETCH)
+
+
+def _tiles_bytes(kind: int, warps: int, dims: int, keys: int) -> int:
+    chunks = chunks_of(kind, dims)
     value_words = VALUE_DIMS // (2 if kind == HALF else 1)
-    tiles = (warps + int(warps > 1 and not few)) * ROW_TILES
-    return 4 * (tiles * chunks * FRAGMENT + 2 * STRETCH * (16 * (chunks | 1) + value_words + 4))
+    return 4 * (warps * ROW_TILES * chunks * FRAGMENT + keys * (16 * (chunks | 1) + value_words + 4))
+
+
+def chunks_made_for(kind: int, vector: int, dims: int, capability: tuple[int, int]) -> int:
+    """Of the kernel for vectors of this size: 0 where it is the one for any."""
+    chunks = chunks_of(kind, dims)
+    if vector == 1 or chunks not in TILES_CHUNKS[kind]:
+        return 0
+    shared_bytes = tiles_shared_bytes(kind, MOST_TILES_WARPS, dims, stretches_of(kind, chunks))
+    resident = TILES_RESIDENT // (32 * MOST_TILES_WARPS)
+    # Of each block the system takes a part, which a block may not have of what a multiprocessor has.
+    taken = resident * (shared_bytes + _STATIC_BYTES + _SYSTEM_BYTES)
+    return chunks if taken <= most_shared_bytes(capability) + _SYSTEM_BYTES else 0
 
 
 def _choose_tiles(sizes: Sizes, vector: int, dtype: str, precision: str, capability: tuple[int, int]) -> Choice | None:
     kind = HALF if dtype == "f2" else ROUNDED if precision == "tf32" else EXACT
-    few = sizes.contexts <= MOST_FEW
     warp_queries = ROW_TILES * TILE_ROWS
     most = most_shared_bytes(capability) - _STATIC_BYTES
     warps = 1
     while warps < MOST_TILES_WARPS and warps * warp_queries < sizes.queries:
         warps *= 2
-    while warps > 1 and tiles_shared_bytes(kind, warps, sizes.dims, few) > most:
+    if sizes.contexts <= MOST_FEW:
+        spec = few_kernel_spec(kind, vector)
+        shared_bytes_of = partial(few_shared_bytes, kind, dims=sizes.dims)
+    else:
+        chunks = chunks_made_for(kind, vector, sizes.dims, capability)
+        spec = tiles_kernel_spec(kind, vector, chunks)
+        shared_bytes_of = partial(tiles_shared_bytes, kind, dims=sizes.dims, stretches=stretches_of(kind, chunks))
+    while warps > 1 and shared_bytes_of(warps) > most:
         warps //= 2
-    shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims, few)
+    shared_bytes = shared_bytes_of(warps)
     if shared_bytes > most:
         return None
     blocks = sizes.batch * sizes.heads * -(-sizes.queries // (warp_queries * warps))
     if blocks > MOST_BLOCKS:
         return None
-    return Choice(tiles_kernel_spec(kind, vector, few), blocks, 32 * warps, shared_bytes, takes_all=True)
+    return Choice(spec, blocks, 32 * warps, shared_bytes, takes_all=True)
 
 
 def _choose_rows(contexts: int, rows: int, vector: int, dtype: str, capability: tuple[int, int]) -> Choice:

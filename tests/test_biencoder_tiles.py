@@ -19,7 +19,15 @@ from support import to_host, to_target
 
 from burt_numba import biencoder_launches
 from burt_numba.backend import cuda
-from burt_numba.biencoder_launches import Choice, tiles_kernel_spec, tiles_shared_bytes
+from burt_numba.biencoder_launches import (
+    Choice,
+    chunks_made_for,
+    few_kernel_spec,
+    few_shared_bytes,
+    stretches_of,
+    tiles_kernel_spec,
+    tiles_shared_bytes,
+)
 from burt_numba.device.entropy import bend_of, beta_of_two
 from burt_numba.host.compiling import compute_capability
 
@@ -32,15 +40,18 @@ each_length = pytest.mark.parametrize("K", [40, 65])
 each_block = pytest.mark.parametrize("warps", [2, 4])
 
 
-def choose_tiles(monkeypatch, warps):
-    """Until the test is over, blocks have so many warps of 32 queries."""
+def choose_tiles(monkeypatch, warps, of_any_size=False):
+    """Until the test is over, blocks have so many warps of 32 queries; the kernel for vectors of any size, if asked."""
 
     def choose(sizes, rows, vector, dtype, precision, capability):
         kind = biencoder_launches.HALF if dtype == "f2" else biencoder_launches.EXACT
+        chunks = 0 if of_any_size else chunks_made_for(kind, vector, sizes.dims, capability)
         blocks = sizes.batch * sizes.heads * -(-sizes.queries // (32 * warps))
-        few = sizes.contexts <= biencoder_launches.FEW
-        shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims, few)
-        return Choice(tiles_kernel_spec(kind, vector, few), blocks, 32 * warps, shared_bytes, takes_all=True)
+        shared_bytes = tiles_shared_bytes(kind, warps, sizes.dims, stretches_of(kind, chunks))
+        spec = tiles_kernel_spec(kind, vector, chunks)
+        if sizes.contexts <= biencoder_launches.FEW:
+            shared_bytes, spec = few_shared_bytes(kind, warps, sizes.dims), few_kernel_spec(kind, vector)
+        return Choice(spec, blocks, 32 * warps, shared_bytes, takes_all=True)
 
     monkeypatch.setattr(MODULE, "choose", choose)
     monkeypatch.setattr(MODULE._OPERATION, "_calls", {})
@@ -60,10 +71,10 @@ def mixed_inputs(Q, K, wanted, D=8, dtype=np.float32):
 
 @each_length
 @each_block
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_queries_of_all_warps_that_are_searched_together(monkeypatch, warps, K, dtype):
+@pytest.mark.parametrize(("dtype", "of_any_size"), [(np.float32, False), (np.float16, False), (np.float16, True)])
+def test_queries_of_all_warps_that_are_searched_together(monkeypatch, warps, K, dtype, of_any_size):
     """A few of each warp, at places that the others have too and at such that they have not."""
-    choose_tiles(monkeypatch, warps)
+    choose_tiles(monkeypatch, warps, of_any_size)
     Q = 32 * warps
     wanted = [place for place in (0, 7, 8, 31, 37, 63, 64, 90, 95, 96, 127) if place < Q]
     inputs = mixed_inputs(Q, K, wanted, dtype=dtype)
@@ -122,7 +133,7 @@ def test_lengths_on_both_sides_of_few(monkeypatch, K):
     """The kernel follows from the number of contexts, whatever there is of them in a sample."""
     choose_tiles(monkeypatch, 2)
     lengths = np.int32([0, 1, 2, 31, 32, 33, 63, 64, K])
-    outcome = check_biencoder(inputs_of(len(lengths), 1, 40, K, 5, lengths=lengths))
+    outcome = check_biencoder(inputs_of(len(lengths), 1, 40, K, 5), context_lengths=lengths)
     assert not outcome.out[0].any()
 
 
@@ -175,6 +186,30 @@ def test_bounds_out_of_reach_of_several_warps(monkeypatch, warps, places):
     values = np.random.default_rng(0).normal(size=keys.shape).astype(np.float32)
     outcome = check_biencoder(Inputs(query, keys, values), 1.0)
     assert (outcome.counts, outcome.first) == ({3: len(places)}, (128 + min(places), 3))
+
+
+@pytest.mark.parametrize("warps", [1, 4])
+@pytest.mark.parametrize(("K", "D"), [(64, 8), (128, 40), (129, 16), (160, 64), (200, 32)])
+def test_rounds_of_64_contexts(monkeypatch, warps, K, D):
+    """Short vectors of float16: rounds that are full, and a last one of one stretch, or of a part of one or of two."""
+    choose_tiles(monkeypatch, warps)
+    check_biencoder(inputs_of(1, 1, 32 * warps, K, D, dtype=np.float16), None, 1.0)
+
+
+@pytest.mark.parametrize("places", [[3], [40], [100, 129], [140]], ids=str)
+def test_rounds_of_64_contexts_with_bad_elements(monkeypatch, places):
+    """In the first stretch of a round, in the second, in several; each is met by every warp, and counted once."""
+    choose_tiles(monkeypatch, 2)
+    inputs = inputs_of(1, 1, 64, 141, 8, dtype=np.float16)
+    inputs.context_keys[0, 0, places, 2], inputs.context_values[0, 0, places, 5] = np.inf, np.nan
+    check_biencoder(inputs, None, 3.0)
+
+
+@pytest.mark.parametrize(("capability", "chunks"), [((7, 5), 0), ((8, 0), 2), ((8, 6), 0), ((9, 0), 2)])
+def test_rounds_of_64_contexts_where_two_blocks_fit(capability, chunks):
+    half = biencoder_launches.HALF
+    assert chunks_made_for(half, 8, 64, capability) == chunks
+    assert chunks_made_for(half, 1, 64, capability) == chunks_made_for(half, 8, 72, capability) == 0
 
 
 def test_the_choice_that_the_tests_replace():

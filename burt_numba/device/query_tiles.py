@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.biencoder_launches import HALF, KEY_TILES, ROW_TILES, TILE_ROWS
+from burt_numba.biencoder_launches import HALF, KEY_TILES, ROW_TILES, TILE_ROWS, stretches_of
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import NEGATIVE_INFINITY, opaque
 from burt_numba.device.own_queries import PRODUCTS, WARP_QUERIES
@@ -31,8 +31,8 @@ class QueryTiles(NamedTuple):
     """``first_scores(shared, cells, first_key, length, product_limit, dims, buffers, sums, keys, report, errors)``"""
     scores_again: Any
     """``scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums)``"""
-    scores_of_tile: Any
-    """As ``scores_again``, of the 8 keys from ``first_key`` on."""
+    scores_of_part: Any
+    """As ``scores_again``, of a fourth of the keys that a block works on at a time, from ``first_key`` on."""
 
 
 @cuda.jit(device=True)
@@ -123,16 +123,17 @@ def _scores_again(add_products, key_tiles: int):
 
 
 @cache
-def query_tiles(kind: int, vector: int) -> QueryTiles:
-    """For EXACT, ROUNDED or HALF products, and accesses of ``vector`` elements (1: any strides)."""
+def query_tiles(kind: int, vector: int, chunks: int) -> QueryTiles:
+    """For EXACT, ROUNDED or HALF products, accesses of ``vector`` elements (1: any strides), ``chunks`` (0: any)."""
     width = 8 if kind == HALF else 4
     chunk = 4 * width
-    tiles = score_tiles(kind, vector)
+    tiles = score_tiles(kind, vector, chunks)
     start_piece, finish_pieces, put_piece = tiles.start_piece, tiles.finish_pieces, tiles.put_piece
     add_products = tiles.add_products
     zero_overflows, leave_out_absent = _zero_overflows(PRODUCTS), _leave_out_absent(KEY_TILES)
     scores_again = _scores_again(add_products, KEY_TILES)
-    scores_of_tile = _scores_again(score_tiles(kind, vector, 1).add_products, 1)
+    part_tiles = stretches_of(kind, chunks)
+    scores_of_part = _scores_again(score_tiles(kind, vector, chunks, part_tiles).add_products, part_tiles)
 
     @cuda.jit(device=True)
     def put_queries(query, place, valid, dims, shared, first_cell, tile_cells, sign, buffers, flat, errors):
@@ -187,19 +188,16 @@ def query_tiles(kind: int, vector: int) -> QueryTiles:
     @cuda.jit(device=True)
     def first_scores(shared, cells, first_key, length, product_limit, dims, buffers, sums, keys, report, errors):
         """A stretch's products, and whether some were not finite; bad elements count as 0 then, and are reported."""
-        flawed = False
-        adding = True
-        while adding:
-            add_products(shared, cells, dims, flawed, buffers, sums)
-            bad = False
-            for product in range(PRODUCTS):
-                bad |= not (abs(sums[product]) <= product_limit)
-            adding = any_lane(bad, FULL_MASK) and not flawed
-            if flawed:
-                _report_scores(sums, report, first_key, length, product_limit, keys, errors)
-                zero_overflows(sums, product_limit)
-            flawed |= adding
+        add_products(shared, cells, dims, False, buffers, sums)
+        bad = False
+        for product in range(PRODUCTS):
+            bad |= not (abs(sums[product]) <= product_limit)
+        flawed = any_lane(bad, FULL_MASK)
+        if flawed:
+            add_products(shared, cells, dims, True, buffers, sums)
+            _report_scores(sums, report, first_key, length, product_limit, keys, errors)
+            zero_overflows(sums, product_limit)
         leave_out_absent(sums, first_key, length)
         return flawed
 
-    return QueryTiles(put_queries, first_scores, scores_again, scores_of_tile)
+    return QueryTiles(put_queries, first_scores, scores_again, scores_of_part)

@@ -25,7 +25,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.biencoder_launches import EXACT, FRAGMENT, HALF, KEY_TILES, ROW_TILES, STRETCH, TILE_ROWS, VALUE_DIMS
+from burt_numba.biencoder_launches import (
+    EXACT,
+    FRAGMENT,
+    HALF,
+    KEY_TILES,
+    ROW_TILES,
+    STRETCH,
+    TILE_ROWS,
+    VALUE_DIMS,
+    stretches_of,
+)
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import choose, maximum, minimum, opaque, whole_quotient
 from burt_numba.device.staged_rows import staged_rows
@@ -85,7 +95,7 @@ class ScoreTiles(NamedTuple):
     """``put_piece(values, piece, query, dim, fragments, cell)``: one of 16 queries, as tensor cores take them."""
     stage: Any
     """``stage(array, place, dims, pieces, lanes_shift, shared, cell, pitch, buffers)``: a block's threads start to copy
-    a stretch of keys or values to shared memory."""
+    the stretches of keys or values that it works on at a time to shared memory."""
     add_products: Any
     """``add_products(shared, cells, dims, mends, buffers, sums)``: sets the sums to products of queries and keys."""
     add_values: Any
@@ -110,10 +120,11 @@ def _make_finite(count: int, halves: int):
 
 
 @cache
-def score_tiles(kind: int, vector: int, key_tiles: int = KEY_TILES) -> ScoreTiles:
+def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TILES) -> ScoreTiles:
     """For EXACT, ROUNDED or HALF products, and accesses of ``vector`` elements (1: any strides).
 
-    ``key_tiles``: of 8 keys each, of which a warp makes products at a time.
+    ``chunks``: of a vector, where it has as many in every call (0: any number). ``key_tiles``: of 8 keys each, of which
+    a warp makes products at a time.
     """
     half, exact = kind == HALF, kind == EXACT
     width = 8 if half else 4
@@ -131,11 +142,12 @@ def score_tiles(kind: int, vector: int, key_tiles: int = KEY_TILES) -> ScoreTile
     unpack_values = unpack_vectors(4, 4)
     make_keys_finite, make_values_finite = _make_finite(4 * key_tiles, halves), _make_finite(_WORDS, halves)
     start_piece, finish_pieces, stage_rows = staged_rows(half, vector, True)
+    staged = STRETCH * stretches_of(kind, chunks)
 
     @cuda.jit(device=True)
     def stage(array, place, dims, pieces, lanes_shift, shared, cell, pitch, buffers):
         thread, threads = np.int32(cuda.threadIdx.x), np.int32(cuda.blockDim.x)
-        stage_rows(array, place, STRETCH, dims, pieces, lanes_shift, thread, threads, shared, cell, pitch, buffers)
+        stage_rows(array, place, staged, dims, pieces, lanes_shift, thread, threads, shared, cell, pitch, buffers)
 
     @cuda.jit(device=True)
     def put_piece(values, piece, query, dim, fragments, cell):
@@ -152,57 +164,67 @@ def score_tiles(kind: int, vector: int, key_tiles: int = KEY_TILES) -> ScoreTile
                 set_element(fragments, at, value if exact else _rounded_query(value))
 
     @cuda.jit(device=True)
+    def add_chunk(shared, query_cell, key_cell, tile_cells, pitch, mends, buffers, sums):
+        words, values, low, left_words, left, left_low, step_sums = buffers
+        for tile in range(key_tiles):
+            _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
+        if mends:
+            make_keys_finite(words)
+        if not half:
+            unpack_right(shared, words, values)
+            if exact:
+                for place in range(4 * key_tiles):
+                    cut(values, values, low, place)
+        for row_tile in range(ROW_TILES):
+            for step in range(2):
+                at = np.int64(query_cell + row_tile * tile_cells + step * (FRAGMENT // 2))
+                _load_four(shared, at, left_words, step * 4)
+            if not half:
+                unpack_left(shared, left_words, left)
+                if exact:
+                    for place in range(8):
+                        cut(left, left, left_low, place)
+            for tile in range(key_tiles):
+                product = (row_tile * key_tiles + tile) * 4
+                if exact:
+                    # A tensor core cuts what float32 would round: over many steps that would add up.
+                    for place in range(4):
+                        step_sums[place] = _ZERO
+                    for step in range(2):
+                        right = tile * 4 + step * 2
+                        multiply_add(left_low, step * 4, values, right, step_sums, 0)
+                        multiply_add(left, step * 4, low, right, step_sums, 0)
+                    for step in range(2):
+                        multiply_add(left, step * 4, values, tile * 4 + step * 2, step_sums, 0)
+                    for place in range(4):
+                        sums[product + place] += step_sums[place]
+                else:
+                    for step in range(2):
+                        if half:
+                            multiply_add(left_words, step * 4, words, tile * 4 + step * 2, sums, product)
+                        else:
+                            multiply_add(left, step * 4, values, tile * 4 + step * 2, sums, product)
+
+    @cuda.jit(device=True)
     def add_products(shared, cells, dims, mends, buffers, sums):
         queries, tile_cells, keys, pitch = cells
-        words, values, low, left_words, left, left_low, step_sums = buffers
         for product in range(4 * ROW_TILES * key_tiles):
             sums[product] = _ZERO
         query_cell = np.int32(queries + cuda.laneid * 4)
         key_cell = np.int32(keys + (cuda.laneid >> 2) * pitch + (cuda.laneid & 3) * 4)
-        dim = np.int32(0)
-        while dim < dims:
-            for tile in range(key_tiles):
-                _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
-            if mends:
-                make_keys_finite(words)
-            if not half:
-                unpack_right(shared, words, values)
-                if exact:
-                    for place in range(4 * key_tiles):
-                        cut(values, values, low, place)
-            for row_tile in range(ROW_TILES):
-                for step in range(2):
-                    at = np.int64(query_cell + row_tile * tile_cells + step * (FRAGMENT // 2))
-                    _load_four(shared, at, left_words, step * 4)
-                if not half:
-                    unpack_left(shared, left_words, left)
-                    if exact:
-                        for place in range(8):
-                            cut(left, left, left_low, place)
-                for tile in range(key_tiles):
-                    product = (row_tile * key_tiles + tile) * 4
-                    if exact:
-                        # A tensor core cuts what float32 would round: over many steps that would add up.
-                        for place in range(4):
-                            step_sums[place] = _ZERO
-                        for step in range(2):
-                            right = tile * 4 + step * 2
-                            multiply_add(left_low, step * 4, values, right, step_sums, 0)
-                            multiply_add(left, step * 4, low, right, step_sums, 0)
-                        for step in range(2):
-                            multiply_add(left, step * 4, values, tile * 4 + step * 2, step_sums, 0)
-                        for place in range(4):
-                            sums[product + place] += step_sums[place]
-                    else:
-                        for step in range(2):
-                            if half:
-                                multiply_add(left_words, step * 4, words, tile * 4 + step * 2, sums, product)
-                            else:
-                                multiply_add(left, step * 4, values, tile * 4 + step * 2, sums, product)
-            query_cell = np.int32(query_cell + FRAGMENT)
-            key_cell = np.int32(key_cell + 16)
-            # Unrolled, the loop would keep more in flight than there are registers for.
-            dim = opaque(np.int32(dim + chunk))
+        if chunks > 0 and not mends:
+            # With no loop, a chunk is on its way from shared memory while others are multiplied.
+            for each in range(chunks):
+                chunk_cell = np.int32(query_cell + each * FRAGMENT)
+                add_chunk(shared, chunk_cell, np.int32(key_cell + each * 16), tile_cells, pitch, False, buffers, sums)
+        else:
+            dim = np.int32(0)
+            while dim < dims:
+                add_chunk(shared, query_cell, key_cell, tile_cells, pitch, mends, buffers, sums)
+                query_cell = np.int32(query_cell + FRAGMENT)
+                key_cell = np.int32(key_cell + 16)
+                # Unrolled, the loop would keep more in flight than there are registers for.
+                dim = opaque(np.int32(dim + chunk))
 
     @cuda.jit(device=True)
     def report_values(words, place, first_key, weights, errors):
@@ -244,59 +266,74 @@ def score_tiles(kind: int, vector: int, key_tiles: int = KEY_TILES) -> ScoreTile
         record_bad_elements(errors, nans, infinities, first_nan, first_infinity, 32, FULL_MASK)
 
     @cuda.jit(device=True)
+    def load_values(shared, lane_cell, words):
+        for each in range(4):
+            row, column = (8 * (each >> 1) + (each & 1), 0) if half else (each >> 1, (each & 1) * 32)
+            _load_four(shared, np.int64(lane_cell + row * value_pitch + column), words, each * 4)
+
+    @cuda.jit(device=True)
+    def add_step(shared, weights, first_weight, buffers, sums):
+        words, values, left_words, left, left_low, step_sums, right, right_words, right_low = buffers
+        if not half:
+            unpack_values(shared, words, values)
+        for row_tile in range(ROW_TILES):
+            for cell_of_tile in range(4):
+                at = row_tile * 4 + cell_of_tile
+                if half:
+                    first = row_tile * _TILE_WEIGHTS + first_weight + cell_of_tile * 2
+                    left_words[at] = pair_of_halves(weights[first], weights[first + 1])
+                else:
+                    place = row_tile * _TILE_WEIGHTS + first_weight + (cell_of_tile & 1) * 2 + (cell_of_tile >> 1)
+                    weight = weights[place]
+                    left[at] = weight if exact else rounded(weight)
+                    if exact:
+                        cut(left, left, left_low, at)
+        for column in range(8):
+            for pair in range(2):
+                if half:
+                    first = 8 * pair + (column >> 1)
+                    right_words[pair] = halves_beside(words[first], words[first + 4], column & 1)
+                else:
+                    value = values[(pair * 2 + (column >> 2)) * 4 + (column & 3)]
+                    right[pair] = value
+                    if exact:
+                        cut(right, right, right_low, pair)
+            for row_tile in range(ROW_TILES):
+                first = (row_tile * 8 + column) * 4
+                if half:
+                    multiply_add(left_words, row_tile * 4, right_words, 0, sums, first)
+                elif exact:
+                    for place_of_sum in range(4):
+                        step_sums[place_of_sum] = _ZERO
+                    multiply_add(left_low, row_tile * 4, right, 0, step_sums, 0)
+                    multiply_add(left, row_tile * 4, right_low, 0, step_sums, 0)
+                    multiply_add(left, row_tile * 4, right, 0, step_sums, 0)
+                    for place_of_sum in range(4):
+                        sums[first + place_of_sum] += step_sums[place_of_sum]
+                else:
+                    multiply_add(left, row_tile * 4, right, 0, sums, first)
+
+    @cuda.jit(device=True)
     def add_values(shared, cell, place, weights, mends, errors, buffers, sums):
         queries, heads, group, contexts, first_key, last_key, first_dim, dims = place
-        words, values, left_words, left, left_low, step_sums, right, right_words, right_low = buffers
+        words = buffers[0]
         lane_cell = np.int32(cell + (cuda.laneid & 3) * 2 * value_pitch + (cuda.laneid >> 2) * 4)
-        step = np.int32(0)
-        while step < 4 * KEY_TILES // step_weights:
-            for each in range(4):
-                row, column = (8 * (each >> 1) + (each & 1), 0) if half else (each >> 1, (each & 1) * 32)
-                _load_four(shared, np.int64(lane_cell + row * value_pitch + column), words, each * 4)
-            if mends:
-                step_key = np.int32(first_key + step * 2 * step_weights)
-                own = (queries, heads, group, contexts, last_key, first_dim, dims)
-                report_values(words, own, step_key, weights, errors)
-                make_values_finite(words)
-            if not half:
-                unpack_values(shared, words, values)
-            for row_tile in range(ROW_TILES):
-                for cell_of_tile in range(4):
-                    at = row_tile * 4 + cell_of_tile
-                    if half:
-                        first = row_tile * _TILE_WEIGHTS + cell_of_tile * 2
-                        left_words[at] = pair_of_halves(weights[first], weights[first + 1])
-                    else:
-                        weight = weights[row_tile * _TILE_WEIGHTS + (cell_of_tile & 1) * 2 + (cell_of_tile >> 1)]
-                        left[at] = weight if exact else rounded(weight)
-                        if exact:
-                            cut(left, left, left_low, at)
-            for column in range(8):
-                for pair in range(2):
-                    if half:
-                        first = 8 * pair + (column >> 1)
-                        right_words[pair] = halves_beside(words[first], words[first + 4], column & 1)
-                    else:
-                        value = values[(pair * 2 + (column >> 2)) * 4 + (column & 3)]
-                        right[pair] = value
-                        if exact:
-                            cut(right, right, right_low, pair)
-                for row_tile in range(ROW_TILES):
-                    first = (row_tile * 8 + column) * 4
-                    if half:
-                        multiply_add(left_words, row_tile * 4, right_words, 0, sums, first)
-                    elif exact:
-                        for place_of_sum in range(4):
-                            step_sums[place_of_sum] = _ZERO
-                        multiply_add(left_low, row_tile * 4, right, 0, step_sums, 0)
-                        multiply_add(left, row_tile * 4, right_low, 0, step_sums, 0)
-                        multiply_add(left, row_tile * 4, right, 0, step_sums, 0)
-                        for place_of_sum in range(4):
-                            sums[first + place_of_sum] += step_sums[place_of_sum]
-                    else:
-                        multiply_add(left, row_tile * 4, right, 0, sums, first)
-            rotate_weights(weights)
-            lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
-            step = opaque(np.int32(step + 1))
+        if chunks > 0 and not mends:
+            for step in range(_TILE_WEIGHTS // step_weights):
+                load_values(shared, np.int32(lane_cell + step * 2 * step_weights * value_pitch), words)
+                add_step(shared, weights, step * step_weights, buffers, sums)
+        else:
+            step = np.int32(0)
+            while step < _TILE_WEIGHTS // step_weights:
+                load_values(shared, lane_cell, words)
+                if mends:
+                    step_key = np.int32(first_key + step * 2 * step_weights)
+                    own = (queries, heads, group, contexts, last_key, first_dim, dims)
+                    report_values(words, own, step_key, weights, errors)
+                    make_values_finite(words)
+                add_step(shared, weights, 0, buffers, sums)
+                rotate_weights(weights)
+                lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
+                step = opaque(np.int32(step + 1))
 
     return ScoreTiles(start_piece, finish_pieces, put_piece, stage, add_products, add_values)

@@ -65,9 +65,9 @@ def few_kernel(kind: int, vector: int):
     value_shift = np.int32(value_pieces.bit_length() - 1)
     fragment_type = np.uint32 if half else np.float32
     add_values = score_tiles(kind, vector).add_values
-    put_queries, first_scores, _scores_again, _scores_of_tile = query_tiles(kind, vector)
+    put_queries, first_scores, _scores_again, _scores_of_part = query_tiles(kind, vector, 0)
     report_results, store_results = tile_results(kind, vector)
-    stage = staged_rows(half, vector).stage
+    stage = staged_rows(half, vector, True).stage
     rotate_few = rotate_elements(FEW, STRETCH)
 
     @cuda.jit(device=True)
@@ -141,7 +141,6 @@ def few_kernel(kind: int, vector: int):
         right_low = cuda.local.array(2, np.float32)
         products = cuda.local.array(PRODUCTS, np.float32)
         other_products = cuda.local.array(PRODUCTS, np.float32)
-        weights = cuda.local.array(PRODUCTS, np.float32)
         few = cuda.local.array(FEW, np.float32)
         half_maxima = cuda.local.array(SLOTS, np.float32)
         factors = cuda.local.array(SLOTS, np.float32)
@@ -233,7 +232,9 @@ def few_kernel(kind: int, vector: int):
             _swap(products, other_products)
             first_key = opaque(np.int32(first_key + STRETCH))
 
-        # The temperature of the query that the lane looks after.
+        # The temperature of the query that the lane looks after. Numbers that the products do not need are made anew.
+        sample_head, first_query = own_place(queries)
+        row = np.int64(sample_head) * queries + first_query
         owns = own_row < valid
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)
@@ -264,19 +265,29 @@ def few_kernel(kind: int, vector: int):
         # Where there is no query, no value has weight.
         give(exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
 
+        for _stretch in range(2):
+            for product in range(PRODUCTS):
+                slot = product // TILE_PRODUCTS * 2 + ((product >> 1) & 1)
+                t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
+                products[product] = exp2(lift - t) if half else exp2(-t)
+            _swap(products, other_products)
+
         smallest = smallest_weight(length)
         value_buffers = (words, numbers, left_words, left, left_low, step_sums, right, right_words, right_low)
+        mends = False
         first_dim = np.int32(0)
         while first_dim < dims:
             if first_dim > 0:
                 cuda.syncthreads()  # no warp needs the values before any more
+                values_start = own_start(values_origin, values_sample_stride, values_head_stride, heads, group, queries)
+                value_place = (values_start, value_stride, value_dim_stride)
                 stage_all(
                     values, value_place, length, first_dim, dims, value_pieces, value_shift, shared, values_cell,
                     value_pitch, staging,
                 )  # fmt: skip
             wait_for_copies()
             cuda.syncthreads()  # the values are there
-            mends = False
+            bad = False
             adding = True
             while adding:
                 for place in range(VALUE_SUMS):
@@ -284,33 +295,33 @@ def few_kernel(kind: int, vector: int):
                 first_key = np.int32(0)
                 while first_key < FEW:
                     if first_key < length:
-                        for product in range(PRODUCTS):
-                            slot = product // TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                            t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
-                            weights[product] = exp2(lift - t) if half else exp2(-t)
-                        if mends:
-                            # What carries nothing is not looked at, and no sum overflows that the result does not.
-                            for product in range(PRODUCTS):
-                                slot = product // TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                                share = weights[product] * shares[slot]
-                                kept = weights[product] if half else share
-                                weights[product] = kept if share > smallest else _ZERO
                         events_place = (
                             queries, heads, group, contexts, first_key, np.int32(length - 1), first_dim, dims
                         )  # fmt: skip
                         value_cell = np.int32(values_cell + first_key * value_pitch)
-                        add_values(shared, value_cell, events_place, weights, mends, errors, value_buffers, results)
+                        add_values(shared, value_cell, events_place, products, mends, errors, value_buffers, results)
                     _swap(products, other_products)
                     first_key = opaque(np.int32(first_key + STRETCH))
                 bad = False
                 for place in range(VALUE_SUMS):
-                    if half or not mends:
-                        results[place] *= shares[place // TILE_SUMS * 2 + ((place >> 1) & 1)]
+                    results[place] *= shares[place // TILE_SUMS * 2 + ((place >> 1) & 1)]
                     bad |= not (abs(results[place]) <= limit)
                 bad = any_lane(bad, FULL_MASK)
                 adding = bad and not mends
-                mends = True
-            place = row * dims + first_dim
+                if adding:
+                    # From now on what carries nothing is not looked at, and no sum overflows that the result does not.
+                    for _stretch in range(2):
+                        for product in range(PRODUCTS):
+                            slot = product // TILE_PRODUCTS * 2 + ((product >> 1) & 1)
+                            share = products[product] * shares[slot]
+                            kept = products[product] if half else share
+                            products[product] = kept if share > smallest else _ZERO
+                        _swap(products, other_products)
+                    for slot in range(SLOTS):
+                        shares[slot] = shares[slot] if half else _ONE
+                    mends = True
+            sample_head, first_query = own_place(queries)
+            place = (np.int64(sample_head) * queries + first_query) * dims + first_dim
             dims_left = np.int32(dims - first_dim)
             if bad:
                 report_results(results, place, dims, valid, dims_left, errors)

@@ -7,7 +7,7 @@
                 where a query that was only near has missed its band
 
 Once at most 32 queries of a block are still searching, those are gathered as two tiles of their own, and all warps
-evaluate them together, each warp 8 keys of each stretch of 32; sums of the warps are added in their order.
+evaluate them together, each warp a part of the keys; sums of the warps are added in their order.
 
 Scores are made again in each pass: nothing is kept but sums, whatever the number of contexts. Lane (g = lane / 4,
 t = lane % 4) has the scores of queries g, g + 8, g + 16 and g + 24 with two keys in 8, and looks after query g + 8 t.
@@ -29,6 +29,7 @@ from burt_numba.biencoder_launches import (
     ROW_TILES,
     STRETCH,
     VALUE_DIMS,
+    stretches_of,
 )
 from burt_numba.device.async_copies import shared_address, wait_for_copies
 from burt_numba.device.attention import HALF_MAX, context_count, report_sum, smallest_weight
@@ -179,12 +180,24 @@ def _add_weights(key_tiles: int, lift: float | None = None):
     return add_weights
 
 
-_add_all_weights, _add_tile_weights = _add_weights(KEY_TILES), _add_weights(1)
+@cuda.jit(device=True)
+def _take_tops(products, tops, next_tops):
+    """Of each class of keys, the two greatest products so far."""
+    for product in range(PRODUCTS):
+        beaten = minimum(tops[product], products[product])
+        tops[product] = maximum(tops[product], products[product])
+        next_tops[product] = maximum(next_tops[product], beaten)
+
+
+_add_all_weights = _add_weights(KEY_TILES)
 
 
 @cache
-def tiles_kernel(kind: int, vector: int):
-    """The kernel for EXACT, ROUNDED or HALF products and accesses of ``vector`` elements (1: any strides)."""
+def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
+    """The kernel for EXACT, ROUNDED or HALF products and accesses of ``vector`` elements (1: any strides).
+
+    ``chunks_made_for``: of a vector, 0 where it may have any number.
+    """
     half = kind == HALF
     width = 8 if half else 4
     chunk = 4 * width
@@ -196,12 +209,45 @@ def tiles_kernel(kind: int, vector: int):
     value_pitch = 4 * value_pieces + 4
     value_shift = value_pieces.bit_length() - 1
     fragment_type = np.uint32 if half else np.float32
-    tiles = score_tiles(kind, vector)
-    stage, add_values = tiles.stage, tiles.add_values
-    put_queries, first_scores, scores_again, scores_of_tile = query_tiles(kind, vector)
+    stretches = stretches_of(kind, chunks_made_for)
+    span = stretches * STRETCH
+    tiles = score_tiles(kind, vector, chunks_made_for)
+    stage, add_products, add_values = tiles.stage, tiles.add_products, tiles.add_values
+    put_queries, first_scores, scores_again, scores_of_part = query_tiles(kind, vector, chunks_made_for)
     report_results, store_results = tile_results(kind, vector)
     rotate_few = rotate_elements(FEW, STRETCH)
     weigh = _add_weights(KEY_TILES, float(lift))
+    add_part_weights = _add_weights(stretches)
+
+    makes_whole = chunks_made_for > 0
+
+    @cuda.jit(device=True)
+    def make_whole(shared, cells, dims, buffers, products, more_products):
+        """Products with all keys between two barriers, present and finite ones: no branch keeps latencies apart."""
+        queries_cell, tile_cells, stretch_cell, pitch = cells
+        add_products(shared, cells, dims, False, buffers, products)
+        if stretches > 1:
+            cells = (queries_cell, tile_cells, np.int32(stretch_cell + STRETCH * pitch), pitch)
+            add_products(shared, cells, dims, False, buffers, more_products)
+
+    @cuda.jit(device=True)
+    def add_stretch(shared, cell, place, weights, shares, smallest, mends, errors, buffers, results):
+        carries = False
+        for slot in range(SLOTS):
+            heaviest = _ZERO
+            for product in range(slot // 2 * TILE_PRODUCTS, (slot // 2 + 1) * TILE_PRODUCTS):
+                if (product >> 1) & 1 == slot & 1:
+                    heaviest = maximum(heaviest, weights[product])
+            carries |= heaviest * shares[slot] > smallest
+        if mends:
+            # What carries nothing is not looked at, and no sum overflows that the result does not.
+            for product in range(PRODUCTS):
+                slot = product // TILE_PRODUCTS * 2 + ((product >> 1) & 1)
+                share = weights[product] * shares[slot]
+                kept = weights[product] if half else share
+                weights[product] = kept if share > smallest else _ZERO
+        if any_lane(carries, FULL_MASK):
+            add_values(shared, cell, place, weights, mends, errors, buffers, results)
 
     @cuda.jit(device=True)
     def stage_keys(keys, place, first_key, length, dims, shared, layout, buffer, staging):
@@ -281,6 +327,7 @@ def tiles_kernel(kind: int, vector: int):
         left_low = cuda.local.array(8, np.float32)
         step_sums = cuda.local.array(4, np.float32)
         products = cuda.local.array(PRODUCTS, np.float32)
+        more_products = cuda.local.array(PRODUCTS, np.float32)
         tops = cuda.local.array(PRODUCTS, np.float32)
         next_tops = cuda.local.array(PRODUCTS, np.float32)
         few = cuda.local.array(FEW, np.float32)
@@ -319,18 +366,19 @@ def tiles_kernel(kind: int, vector: int):
         )
         bound_place = bounds_origin + np.int64(head) * bound_stride
         bound = row_bound(head_bounds, bound_place, entropy_bound, head, leads and sample == 0, errors)
-        chunks = np.int32((dims + chunk - 1) // chunk)
+        chunks = np.int32(chunks_made_for if chunks_made_for > 0 else (dims + chunk - 1) // chunk)
         tile_cells = np.int32(chunks * FRAGMENT)
         first_cell = np.int32(warp * ROW_TILES * tile_cells)
         key_pitch = np.int32(16 * (chunks | 1))
         gathered_cell = np.int32(warps * ROW_TILES * tile_cells)
         keys_cell = np.int32(gathered_cell + ROW_TILES * tile_cells if warps > 1 else gathered_cell)
-        values_cell = np.int32(keys_cell + 2 * STRETCH * key_pitch)
+        values_cell = np.int32(keys_cell + 2 * span * key_pitch)
         key_pieces = np.int32(4 * chunks)
         key_shift = np.int32(2)
         while key_shift < 5 and (1 << key_shift) < key_pieces:
             key_shift = np.int32(key_shift + 1)
-        buffer = np.int32(1)
+        # A place among the stretches in shared memory.
+        buffer = np.int32(stretches)
         product_limit = FLOAT32_MAX / maximum(abs(scale), _ONE)
         owns = turn < SLOTS and own_row < valid
         row = np.int64(sample_head) * queries + first_query
@@ -376,22 +424,37 @@ def tiles_kernel(kind: int, vector: int):
             few[each] = NEGATIVE_INFINITY
         flawed = False
         # A round before the first stretch only asks for it, in each pass.
-        first_key = np.int32(-STRETCH)
+        first_key = np.int32(-span)
         while first_key < length:
             wait_for_copies()
-            cuda.syncthreads()  # a stretch is there, and the one before is not needed any more
-            cells = (first_cell, tile_cells, np.int32(keys_cell + buffer * STRETCH * key_pitch), key_pitch)
-            buffer ^= np.int32(1)
-            next_key = np.int32(first_key + STRETCH)
+            cuda.syncthreads()  # keys are there, and those before are not needed any more
+            stretch_cell = np.int32(keys_cell + buffer * STRETCH * key_pitch)
+            buffer ^= np.int32(stretches)
+            next_key = np.int32(first_key + span)
             stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
             if valid > 0 and first_key >= 0:
-                flawed |= first_scores(
-                    shared, cells, first_key, length, product_limit, dims, buffers, products, keys, report, errors
-                )
-                for product in range(PRODUCTS):
-                    beaten = minimum(tops[product], products[product])
-                    tops[product] = maximum(tops[product], products[product])
-                    next_tops[product] = maximum(next_tops[product], beaten)
+                cells = (first_cell, tile_cells, stretch_cell, key_pitch)
+                mixed = next_key > length
+                if makes_whole and not mixed:
+                    make_whole(shared, cells, dims, buffers, products, more_products)
+                    bad = False
+                    for product in range(PRODUCTS):
+                        bad |= not (abs(products[product]) <= product_limit)
+                        if stretches > 1:
+                            bad |= not (abs(more_products[product]) <= product_limit)
+                    mixed = any_lane(bad, FULL_MASK)
+                    if not mixed:
+                        _take_tops(products, tops, next_tops)
+                        if stretches > 1:
+                            _take_tops(more_products, tops, next_tops)
+                while first_key < min(next_key, length) and (mixed or not makes_whole):
+                    cells = (first_cell, tile_cells, stretch_cell, key_pitch)
+                    flawed |= first_scores(
+                        shared, cells, first_key, length, product_limit, dims, buffers, products, keys, report, errors
+                    )
+                    _take_tops(products, tops, next_tops)
+                    first_key = opaque(np.int32(first_key + STRETCH))
+                    stretch_cell = np.int32(stretch_cell + STRETCH * key_pitch)
             first_key = opaque(next_key)
         flawed = cuda.syncthreads_or(np.int32(flawed)) != 0
         lowest_beta = first_beta(temperature_min, temperature_max)
@@ -481,27 +544,39 @@ def tiles_kernel(kind: int, vector: int):
                     thirds[slot] = _ZERO
                 keys_start = own_start(keys_origin, keys_sample_stride, keys_head_stride, heads, group, queries)
                 key_place = (keys_start, key_stride, key_dim_stride)
-                first_key = np.int32(-STRETCH)
+                first_key = np.int32(-span)
                 while first_key < length:
                     stretch_cell = np.int32(keys_cell + buffer * STRETCH * key_pitch)
-                    buffer ^= np.int32(1)
-                    next_key = np.int32(first_key + STRETCH)
+                    buffer ^= np.int32(stretches)
+                    next_key = np.int32(first_key + span)
                     wait_for_copies()
-                    cuda.syncthreads()  # a stretch is there, and the one before is not needed any more
+                    cuda.syncthreads()  # keys are there, and those before are not needed any more
                     stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
                     if first_key >= 0 and gathers:
                         tile = warp
                         while tile < KEY_TILES:
-                            first = np.int32(first_key + 8 * tile)
-                            key_cell = np.int32(stretch_cell + 8 * tile * key_pitch)
+                            first = np.int32(first_key + 8 * stretches * tile)
+                            key_cell = np.int32(stretch_cell + 8 * stretches * tile * key_pitch)
                             cells = (gathered_cell, tile_cells, key_cell, key_pitch)
-                            scores_of_tile(shared, cells, first, length, product_limit, dims, flawed, buffers, products)
-                            _add_tile_weights(products, half_maxima, factors, parts, sums)
+                            scores_of_part(shared, cells, first, length, product_limit, dims, flawed, buffers, products)
+                            add_part_weights(products, half_maxima, factors, parts, sums)
                             tile = opaque(np.int32(tile + warps))
                     elif first_key >= 0 and evaluates:
                         cells = (first_cell, tile_cells, stretch_cell, key_pitch)
-                        scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
-                        _add_all_weights(products, half_maxima, factors, parts, sums)
+                        if makes_whole and next_key <= length and not flawed:
+                            make_whole(shared, cells, dims, buffers, products, more_products)
+                            _add_all_weights(products, half_maxima, factors, parts, sums)
+                            if stretches > 1:
+                                _add_all_weights(more_products, half_maxima, factors, parts, sums)
+                            first_key = next_key
+                        while first_key < min(next_key, length):
+                            cells = (first_cell, tile_cells, stretch_cell, key_pitch)
+                            scores_again(
+                                shared, cells, first_key, length, product_limit, dims, flawed, buffers, products
+                            )
+                            _add_all_weights(products, half_maxima, factors, parts, sums)
+                            first_key = opaque(np.int32(first_key + STRETCH))
+                            stretch_cell = np.int32(stretch_cell + STRETCH * key_pitch)
                     first_key = opaque(next_key)
                 for slot in range(SLOTS):
                     totals[slot], firsts[slot], seconds[slot] = warp_sum3(
@@ -585,49 +660,42 @@ def tiles_kernel(kind: int, vector: int):
                 key_place = (keys_start, key_stride, key_dim_stride)
                 values_start = own_start(values_origin, values_sample_stride, values_head_stride, heads, group, queries)
                 value_place = (values_start, value_stride, value_dim_stride)
-                first_key = np.int32(-STRETCH)
+                first_key = np.int32(-span)
                 while first_key < length:
                     wait_for_copies()
-                    cuda.syncthreads()  # a stretch is there, and the one before is not needed any more
-                    cells = (first_cell, tile_cells, np.int32(keys_cell + buffer * STRETCH * key_pitch), key_pitch)
+                    cuda.syncthreads()  # keys are there, and those before are not needed any more
+                    stretch_cell = np.int32(keys_cell + buffer * STRETCH * key_pitch)
                     value_cell = np.int32(values_cell + buffer * STRETCH * value_pitch)
-                    buffer ^= np.int32(1)
-                    next_key = np.int32(first_key + STRETCH)
+                    buffer ^= np.int32(stretches)
+                    next_key = np.int32(first_key + span)
                     stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
                     stage_values(
                         values, value_place, next_key, length, first_dim, dims, shared, values_cell, buffer, staging
                     )
-                    if valid > 0 and first_key >= 0:
-                        scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
-                        weigh(products, half_maxima, factors, parts, sums)
-                        carries = False
-                        for slot in range(SLOTS):
-                            heaviest = _ZERO
-                            for product in range(slot // 2 * TILE_PRODUCTS, (slot // 2 + 1) * TILE_PRODUCTS):
-                                if (product >> 1) & 1 == slot & 1:
-                                    heaviest = maximum(heaviest, products[product])
-                            carries |= heaviest * shares[slot] > smallest
-                        if mends:
-                            # What carries nothing is not looked at, and no sum overflows that the result does not.
-                            for product in range(PRODUCTS):
-                                slot = product // TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                                share = products[product] * shares[slot]
-                                kept = products[product] if half else share
-                                products[product] = kept if share > smallest else _ZERO
-                        if any_lane(carries, FULL_MASK):
-                            events_place = (
-                                queries,
-                                heads,
-                                group,
-                                contexts,
-                                first_key,
-                                np.int32(length - 1),
-                                first_dim,
-                                dims,
+                    last_key = np.int32(length - 1)
+                    whole = makes_whole and next_key <= length and not flawed and not mends
+                    while 0 <= first_key < min(next_key, length) and valid > 0:
+                        cells = (first_cell, tile_cells, stretch_cell, key_pitch)
+                        place = (queries, heads, group, contexts, first_key, last_key, first_dim, dims)
+                        if whole:
+                            add_products(shared, cells, dims, False, buffers, products)
+                            weigh(products, half_maxima, factors, parts, sums)
+                            add_stretch(
+                                shared, value_cell, place, products, shares, smallest, False, errors, value_buffers,
+                                results,
+                            )  # fmt: skip
+                        else:
+                            scores_again(
+                                shared, cells, first_key, length, product_limit, dims, flawed, buffers, products
                             )
-                            add_values(
-                                shared, value_cell, events_place, products, mends, errors, value_buffers, results
-                            )
+                            weigh(products, half_maxima, factors, parts, sums)
+                            add_stretch(
+                                shared, value_cell, place, products, shares, smallest, mends, errors, value_buffers,
+                                results,
+                            )  # fmt: skip
+                        first_key = opaque(np.int32(first_key + STRETCH))
+                        stretch_cell = np.int32(stretch_cell + STRETCH * key_pitch)
+                        value_cell = np.int32(value_cell + STRETCH * value_pitch)
                     first_key = opaque(next_key)
                 for slot in range(SLOTS):
                     totals[slot] = warp_sum(totals[slot] + lost_totals[slot], 4, FULL_MASK)
