@@ -43,32 +43,37 @@ if SIMULATED:
     _install_simulator()
 
 
-def compile_to_ptx(
-    kernel, signature, capabilities: Sequence[tuple[int, int]], launch_bounds: tuple[int, int] | None = None
-) -> list[str]:
-    """Compile a ``cuda.jit`` kernel to PTX for compute capabilities, with or without a GPU in the machine.
+def lower(kernel, signature, capability: tuple[int, int], launch_bounds: tuple[int, int] | None = None):
+    """Type and lower a ``cuda.jit`` kernel, with or without a GPU in the machine, to what `to_ptx` takes.
 
-    Typing and lowering, most of the time, is done once, for the lowest capability. Numba asks the current device for
-    the capability of a device function even when the kernel's was given, so that without a GPU it cannot compile one;
-    here it is told. numba-cuda is pinned to the line this was written against.
+    It serves every compute capability from this one on. Numba asks the current device for the capability of a device
+    function even when the kernel's was given, so that without a GPU it cannot compile one; here it is told. numba-cuda
+    is pinned to the line this was written against.
     """
     from types import SimpleNamespace
 
     from numba.cuda import compiler, dispatcher
     from numba.cuda.core.compiler_lock import global_compiler_lock
 
-    lowest = min(capabilities)
     with global_compiler_lock:
         ask_device = dispatcher.get_current_device
-        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=lowest)
+        dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
         try:
             library, _ = compiler._compile_pyfunc_with_fixup(
-                kernel.py_func, signature, device=False, abi="numba", cc=lowest, launch_bounds=launch_bounds
+                kernel.py_func, signature, device=False, abi="numba", cc=capability, launch_bounds=launch_bounds
             )
         finally:
             dispatcher.get_current_device = ask_device
         # A device function that several others call is listed, printed and parsed for each of them.
         library._llvm_strs = [str(module) for module in dict.fromkeys(library.modules)]
+    return library
+
+
+def to_ptx(library, capabilities: Sequence[tuple[int, int]]) -> list[str]:
+    """Compile what `lower` made to PTX for compute capabilities."""
+    from numba.cuda.core.compiler_lock import global_compiler_lock
+
+    with global_compiler_lock:
         return [_one(library.get_asm_strs(cc=capability)) for capability in capabilities]
 
 
@@ -78,4 +83,4 @@ def _one(sources: list[str]) -> str:
     return sources[0]
 
 
-__all__ = ["SIMULATED", "compile_to_ptx", "cuda", "types"]
+__all__ = ["SIMULATED", "cuda", "lower", "to_ptx", "types"]

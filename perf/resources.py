@@ -11,6 +11,9 @@ Run from the root of a checkout, with the extra ``cu13`` or, for compute capabil
 
     python -m perf.resources
     python -m perf.resources --capability 9.0
+
+With ``--lowered FOLDER`` a second run, in another environment or for another capability, starts from what the first one
+lowered.
 """
 
 from __future__ import annotations
@@ -28,10 +31,12 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from perf.lowered import canonical, load, save
 
 ALLOWED = Path(__file__).with_name("resources_allowed.json")
 
@@ -43,6 +48,9 @@ CAPABILITIES: tuple[Capability, ...] = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), 
 # libNVVM, a third of the time, writes the same PTX for these but for the line with the target. It is asked once, and
 # for a sample each time: the first specialisation of each kernel, and every thirty-second.
 SAME_PTX: dict[Capability, Capability] = {(8, 6): (8, 0), (8, 9): (8, 0), (12, 0): (10, 0)}
+
+# The same for code that does not ask for the capability; from 10.0 on, another compiler inside libNVVM writes it.
+SAME_PTX_UNASKED: dict[Capability, Capability] = {**SAME_PTX, (7, 5): (8, 0), (9, 0): (8, 0)}
 
 
 @dataclass(frozen=True)
@@ -146,38 +154,57 @@ def _collect() -> None:
         gc.freeze()
 
 
-def _sources(specialisation: Any, capabilities: Sequence[Capability], sampled: bool) -> dict[Capability, str]:
-    """Return the PTX for each capability; of a sample, what SAME_PTX says is compared."""
-    from burt_numba.host.compiling import compile_specialisation
+def _lowered(specialisation: Any, capability: Capability, folder: Path | None, sampled: bool) -> Any:
+    """Return Numba's code library, where there is one from the folder; of a sample, one made here that is the same."""
+    from burt_numba.host.compiling import lower_specialisation
 
-    asked = [c for c in capabilities if sampled or SAME_PTX.get(c) not in capabilities]
-    compiled = compile_specialisation(specialisation.kernel, specialisation.types, asked)
-    sources = dict(zip(asked, compiled, strict=True))
+    kept = None if folder is None else load(folder, specialisation)
+    if kept is not None and not sampled:
+        return kept
+    library = lower_specialisation(specialisation.kernel, specialisation.types, capability)
+    if kept is not None:
+        if canonical(kept.llvm_strs) != canonical(library.llvm_strs):
+            raise ValueError(f"{folder} holds other LLVM IR than comes of lowering it here")
+    elif folder is not None:
+        save(folder, specialisation, library)
+    return library
+
+
+def _sources(library: Any, capabilities: Sequence[Capability], sampled: bool) -> dict[Capability, str]:
+    """Return the PTX for each capability; of a sample, what SAME_PTX says is compared."""
+    from burt_numba.backend import to_ptx
+
+    asks = any("__nvvm_reflect" in module for module in library.llvm_strs)
+    same = SAME_PTX if asks else SAME_PTX_UNASKED
+    asked = [c for c in capabilities if sampled or same.get(c) not in capabilities]
+    sources = dict(zip(asked, to_ptx(library, asked), strict=True))
     for capability in capabilities:
-        other = SAME_PTX.get(capability)
+        other = same.get(capability)
         if other is None or other not in sources:
             continue
         expected = retarget(sources[other], capability)
         if sources.setdefault(capability, expected) != expected:
-            one, same = (".".join(map(str, c)) for c in (capability, other))
-            raise ValueError(f"the PTX for {one} is not that for {same}, as SAME_PTX has it")
+            one, another = (".".join(map(str, c)) for c in (capability, other))
+            raise ValueError(f"the PTX for {one} is not that for {another}, as SAME_PTX has it")
     return sources
 
 
-def _measure(ptxas: str, capabilities: Sequence[Capability], index: int) -> list[Resources | str]:
+def _measure(ptxas: str, capabilities: Sequence[Capability], folder: Path | None, index: int) -> list[Resources | str]:
     """Compile one specialisation and assemble it for each capability that has it.
 
     It is named by its place, since kernels do not travel between processes.
     """
     _collect()
     specialisations = _specialisations(tuple(capabilities))
-    kernel, key = specialisations[index].kernel, str(specialisations[index].key)
+    specialisation = specialisations[index]
+    kernel, key = specialisation.kernel, str(specialisation.key)
     wanted = [capability for capability in capabilities if kernel.runs_on(capability)]
-    first = kernel.name not in {s.name for s in specialisations[:index]}
+    sampled = index % 32 == 0 or kernel.name not in {s.name for s in specialisations[:index]}
     outcomes: list[Resources | str] = []
     # Every kernel is looked at before the check fails.
     try:
-        sources = _sources(specialisations[index], wanted, sampled=first or index % 32 == 0)
+        library = _lowered(specialisation, min(wanted), folder, sampled)
+        sources = _sources(library, wanted, sampled)
     except Exception as error:
         return [f"{key}: {type(error).__name__}: {error}"]
     for capability, ptx in sorted(sources.items()):
@@ -188,14 +215,19 @@ def _measure(ptxas: str, capabilities: Sequence[Capability], index: int) -> list
     return outcomes
 
 
-def measure(capabilities: Sequence[Capability], ptxas: str) -> tuple[list[Resources], list[str]]:
+def measure(
+    capabilities: Sequence[Capability], ptxas: str, folder: Path | None = None
+) -> tuple[list[Resources], list[str]]:
     """Return the resources of every specialisation, and one line for each that failed to compile or assemble."""
     count = len(_specialisations(tuple(capabilities)))
+    # Numba lowers in the order of sets of names, which would be another one in each process.
+    os.environ["PYTHONHASHSEED"] = "0"
     # Spawned, not forked: a fork would share the state of the compiler library.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context, initializer=_start_worker) as pool:
-        outcomes = [pool.submit(_measure, ptxas, capabilities, index) for index in range(count)]
-        results = [result for outcome in outcomes for result in outcome.result()]
+        # Neighbours share device functions, which a process lowers once.
+        outcomes = pool.map(partial(_measure, ptxas, capabilities, folder), range(count), chunksize=4)
+        results = [result for outcome in outcomes for result in outcome]
     return (
         [result for result in results if isinstance(result, Resources)],
         [result for result in results if isinstance(result, str)],
@@ -237,6 +269,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="9.0",
         help="compute capability, may be repeated; default: all that CUDA 13 compiles for",
     )
+    parser.add_argument(
+        "--lowered",
+        type=Path,
+        metavar="FOLDER",
+        help="take kernels from here as Numba lowered them, and leave here those that are not there yet; a sample is "
+        "lowered all the same and compared",
+    )
     arguments = parser.parse_args(argv)
     # The simulator has nothing to compile.
     os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
@@ -244,7 +283,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     ptxas = find_ptxas()
     allowed = json.loads(ALLOWED.read_text())
-    measured, failures = measure(arguments.capability or CAPABILITIES, ptxas)
+    measured, failures = measure(arguments.capability or CAPABILITIES, ptxas, arguments.lowered)
     _print_table(measured)
     failures += [
         f"{r.capability[0]}.{r.capability[1]} {r.key}: {excess}"

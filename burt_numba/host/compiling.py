@@ -93,13 +93,20 @@ class Specialisation:
         return compile_specialisation(self.kernel, self.types, (self.capability,))[0]
 
 
+def lower_specialisation(kernel: KernelSpec, types: tuple[str, ...], capability: tuple[int, int]) -> Any:
+    """Numba's code library of the kernel, for this compute capability and later ones: most of the time."""
+    from burt_numba.backend import lower
+
+    return lower(kernel.dispatcher, _numba_signature(types), capability, kernel.launch_bounds)
+
+
 def compile_specialisation(
     kernel: KernelSpec, types: tuple[str, ...], capabilities: Sequence[tuple[int, int]]
 ) -> list[str]:
     """PTX for each compute capability."""
-    from burt_numba.backend import compile_to_ptx
+    from burt_numba.backend import to_ptx
 
-    return compile_to_ptx(kernel.dispatcher, _numba_signature(types), capabilities, kernel.launch_bounds)
+    return to_ptx(lower_specialisation(kernel, types, min(capabilities)), capabilities)
 
 
 def _numba_signature(names: Iterable[str]) -> Any:
@@ -140,14 +147,20 @@ _COMPILER_PARTS = (
 """Distributions that machine code depends on; with CUDA 12, NVVM comes in the compiler's own."""
 
 
-@cache
-def _environment_key() -> str:
-    """A hash of the package's own sources and of the versions that machine code depends on."""
+def sources_key() -> str:
+    """A hash of the package's own sources."""
     digest = hashlib.sha256()
     package = Path(__file__).resolve().parent.parent
     for source in sorted(package.rglob("*.py")):
         digest.update(str(source.relative_to(package)).encode())
         digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+@cache
+def _environment_key() -> str:
+    """A hash of the package's own sources and of the versions that machine code depends on."""
+    digest = hashlib.sha256(sources_key().encode())
     for distribution in _COMPILER_PARTS:
         try:
             digest.update(f"{distribution} {metadata.version(distribution)}".encode())
