@@ -15,9 +15,9 @@ from biencoder_support import (
     run_biencoder,
     same_results,
 )
-from support import to_host, to_target
+from support import LIMITS, relative_error, to_host, to_target
 
-from burt_numba import biencoder_launches
+from burt_numba import biencoder_launches, reference
 from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import (
     Choice,
@@ -203,6 +203,25 @@ def test_rounds_of_64_contexts_with_bad_elements(monkeypatch, places):
     inputs = inputs_of(1, 1, 64, 141, 8, dtype=np.float16)
     inputs.context_keys[0, 0, places, 2], inputs.context_values[0, 0, places, 5] = np.inf, np.nan
     check_biencoder(inputs, None, 3.0)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("first", [16, 512, 2048])
+def test_gaps_far_below_the_scores(monkeypatch, dtype, first):
+    """Exact scores of up to 2**22 and gaps of a half: t is a line of the products for those that are not as large."""
+    choose_tiles(monkeypatch, 4)
+    inputs = inputs_of(1, 1, 128, 150, 8, dtype=dtype)
+    random = np.random.default_rng(first)
+    for array in inputs[:2]:
+        array[...] = 0
+        array[..., 0] = first
+    inputs.query[..., 1] = 1
+    inputs.context_keys[..., 1] = random.permutation(150) * 0.5
+    outcome = run_biencoder(inputs, 1.0, 0.2)
+    expected = reference.biencoder_attention(*inputs, 1.0, 0.2, temperature=outcome.temperature)
+    np.testing.assert_allclose(outcome.entropy, expected.entropy, atol=2e-6)
+    assert ((outcome.entropy <= 0.2 + 1e-6) & (outcome.entropy >= 0.2 * (1 - 1e-4) - 1e-6)).all()
+    assert relative_error(outcome.out, expected.output) <= LIMITS[f"attention_{np.dtype(dtype).name}"]
 
 
 @pytest.mark.parametrize(("capability", "chunks"), [((7, 5), 0), ((8, 0), 2), ((8, 6), 0), ((9, 0), 2)])

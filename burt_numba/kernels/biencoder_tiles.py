@@ -21,6 +21,7 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import (
+    EXACT,
     FEW,
     FRAGMENT,
     HALF,
@@ -70,6 +71,7 @@ from burt_numba.device.query_tiles import query_tiles
 from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
 from burt_numba.device.score_tiles import own_place, own_start, score_tiles
 from burt_numba.device.staged_rows import PIECES
+from burt_numba.device.tensor_cores import pair_of_halves
 from burt_numba.device.tile_results import TILE_SUMS, VALUE_SUMS, tile_results
 from burt_numba.device.vector import element_at, rotate_elements, set_element
 from burt_numba.device.warp import (
@@ -91,6 +93,9 @@ _ALL_SUMS = 4 * MOST_TILES_WARPS * WARP_QUERIES
 _MOST_THREADS = 32 * MOST_TILES_WARPS
 _ALL_PARKED = 5 * _MOST_THREADS
 """What a lane knows of its query and does not need while it multiplies values, which takes all registers."""
+_LARGEST_OFFSET = np.float32(2.0**20)
+_LARGEST_FACTOR = np.float32(2.0**80)
+"""Up to these t may be a line of the products: see ``_is_steep``."""
 
 
 @cuda.jit(device=True)
@@ -145,39 +150,65 @@ def _gather(searching, own_row, half_maximum, factor, cells, shared, counts, max
     return place
 
 
-def _add_weights(key_tiles: int, lift: float | None = None):
+def _add_weights(key_tiles: int, lift: float | None = None, clips: bool = True, by_lines: bool = False):
     """A function that adds to the sums of a lane's queries what so many tiles of keys weigh.
 
-    With ``lift``, weights times ``2**lift`` take the place of the products, and the higher moments are left out.
+    With ``lift``, weights times ``2**lift`` take the place of the products, and the higher moments are left out. There
+    are half the maximum and the factor of each query or, ``by_lines``, a slope and an offset: t is a product times the
+    slope, and the offset. It is at most GAP_RANGE, if it ``clips``. ``starts``: these are the first weights of a part.
     """
     keeps = lift is not None
     lift_by = np.float32(lift or 0.0)
+    tile_products = 4 * key_tiles
 
     @cuda.jit(device=True)
-    def add_weights(products, half_maxima, factors, parts, sums):
+    def add_weights(products, queries, starts, parts, seconds, thirds):
         part_totals, part_firsts = parts
-        totals, lost_totals, firsts, lost_firsts, seconds, thirds = sums
-        for slot in range(SLOTS):
-            part_totals[slot] = _ZERO
-            part_firsts[slot] = _ZERO
-        for product in range(4 * ROW_TILES * key_tiles):
-            slot = product // (4 * key_tiles) * 2 + ((product >> 1) & 1)
-            t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
+        for product in range(ROW_TILES * tile_products):
+            slot = product // tile_products * 2 + ((product >> 1) & 1)
+            if by_lines:
+                slopes, offsets = queries
+                t = cuda.fma(products[product], slopes[slot], offsets[slot])
+            else:
+                half_maxima, factors = queries
+                t = (half_maxima[slot] - _HALF_OF * products[product]) * factors[slot]
+            if clips:
+                t = minimum(t, GAP_RANGE)
             weight = exp2(lift_by - t) if lift else exp2(-t)
             weighted = t * weight
-            part_totals[slot] += weight
-            part_firsts[slot] += weighted
+            if starts and product % tile_products < 4 and product & 1 == 0:
+                part_totals[slot] = weight
+                part_firsts[slot] = weighted
+            else:
+                part_totals[slot] += weight
+                part_firsts[slot] += weighted
             if keeps:
                 products[product] = weight
             else:
                 weighted *= t
                 seconds[slot] += weighted
                 thirds[slot] += weighted * t
-        for slot in range(SLOTS):
-            _add_compensated(totals, lost_totals, slot, part_totals[slot])
-            _add_compensated(firsts, lost_firsts, slot, part_firsts[slot])
 
     return add_weights
+
+
+@cuda.jit(device=True)
+def _add_parts(parts, sums):
+    part_totals, part_firsts = parts
+    totals, lost_totals, firsts, lost_firsts = sums
+    for slot in range(SLOTS):
+        _add_compensated(totals, lost_totals, slot, part_totals[slot])
+        _add_compensated(firsts, lost_firsts, slot, part_firsts[slot])
+
+
+@cuda.jit(device=True)
+def _is_steep(half_maximum, factor):
+    """Whether t may not be a line of the products: where its offset is rounded by more than a thirty-second, or t might
+    leave the range of float32.
+
+    The offset is the same for all keys, which the entropy does not notice, but a large one would move all weights.
+    """
+    return not (abs(half_maximum * factor) <= _LARGEST_OFFSET and factor <= _LARGEST_FACTOR)
 
 
 @cuda.jit(device=True)
@@ -216,10 +247,15 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     put_queries, first_scores, scores_again, scores_of_part = query_tiles(kind, vector, chunks_made_for)
     report_results, store_results = tile_results(kind, vector)
     rotate_few = rotate_elements(FEW, STRETCH)
-    weigh = _add_weights(KEY_TILES, float(lift))
-    add_part_weights = _add_weights(stretches)
-
-    makes_whole = chunks_made_for > 0
+    # In float32 there are no registers for it: products, and what they are made of in two parts, fill them.
+    makes_whole = kind != EXACT
+    # Products of float16 numbers are below 2**41, so that t is a number.
+    clips = not half
+    weigh, weigh_by_lines = _add_weights(KEY_TILES, float(lift)), _add_weights(KEY_TILES, float(lift), clips, True)
+    add_all_by_lines = _add_weights(KEY_TILES, None, clips, True)
+    add_weights_of_part = _add_weights(stretches)
+    add_part_by_lines = _add_weights(stretches, None, clips, True)
+    add_products_of_part = score_tiles(kind, vector, chunks_made_for, stretches).add_products
 
     @cuda.jit(device=True)
     def make_whole(shared, cells, dims, buffers, products, more_products):
@@ -233,12 +269,19 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     @cuda.jit(device=True)
     def add_stretch(shared, cell, place, weights, shares, smallest, mends, errors, buffers, results):
         carries = False
-        for slot in range(SLOTS):
-            heaviest = _ZERO
-            for product in range(slot // 2 * TILE_PRODUCTS, (slot // 2 + 1) * TILE_PRODUCTS):
-                if (product >> 1) & 1 == slot & 1:
-                    heaviest = maximum(heaviest, weights[product])
-            carries |= heaviest * shares[slot] > smallest
+        if half and not mends:
+            # As float16 numbers, weights of up to 2**-40 of the greatest are 0.
+            bits = np.uint32(0)
+            for product in range(0, PRODUCTS, 2):
+                bits |= pair_of_halves(weights[product], weights[product + 1])
+            carries = bits != 0
+        else:
+            for slot in range(SLOTS):
+                heaviest = _ZERO
+                for product in range(slot // 2 * TILE_PRODUCTS, (slot // 2 + 1) * TILE_PRODUCTS):
+                    if (product >> 1) & 1 == slot & 1:
+                        heaviest = maximum(heaviest, weights[product])
+                carries |= heaviest * shares[slot] > smallest
         if mends:
             # What carries nothing is not looked at, and no sum overflows that the result does not.
             for product in range(PRODUCTS):
@@ -333,6 +376,8 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         few = cuda.local.array(FEW, np.float32)
         half_maxima = cuda.local.array(SLOTS, np.float32)
         factors = cuda.local.array(SLOTS, np.float32)
+        slopes = cuda.local.array(SLOTS, np.float32)
+        offsets = cuda.local.array(SLOTS, np.float32)
         part_totals = cuda.local.array(SLOTS, np.float32)
         part_firsts = cuda.local.array(SLOTS, np.float32)
         totals = cuda.local.array(SLOTS, np.float32)
@@ -414,7 +459,9 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         )
         buffers = (words, numbers, low, left_words, left, left_low, step_sums)
         parts = (part_totals, part_firsts)
-        sums = (totals, lost_totals, firsts, lost_firsts, seconds, thirds)
+        queries_exactly = (half_maxima, factors)
+        queries_by_lines = (slopes, offsets)
+        sums = (totals, lost_totals, firsts, lost_firsts)
 
         # Of each query, the two greatest products of each class of keys: of those at the same place of a stretch.
         for product in range(PRODUCTS):
@@ -434,8 +481,8 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
             stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
             if valid > 0 and first_key >= 0:
                 cells = (first_cell, tile_cells, stretch_cell, key_pitch)
-                mixed = next_key > length
-                if makes_whole and not mixed:
+                mixed = not makes_whole or next_key > length
+                if not mixed:
                     make_whole(shared, cells, dims, buffers, products, more_products)
                     bad = False
                     for product in range(PRODUCTS):
@@ -447,7 +494,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         _take_tops(products, tops, next_tops)
                         if stretches > 1:
                             _take_tops(more_products, tops, next_tops)
-                while first_key < min(next_key, length) and (mixed or not makes_whole):
+                while first_key < min(next_key, length) and mixed:
                     cells = (first_cell, tile_cells, stretch_cell, key_pitch)
                     flawed |= first_scores(
                         shared, cells, first_key, length, product_limit, dims, buffers, products, keys, report, errors
@@ -535,6 +582,12 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                 else:
                     give(half_maximum, half_maxima)
                     give(factor, factors)
+                steep = False
+                for slot in range(SLOTS):
+                    slopes[slot] = -_HALF_OF * factors[slot]
+                    offsets[slot] = half_maxima[slot] * factors[slot]
+                    steep |= _is_steep(half_maxima[slot], factors[slot])
+                steep = np.int32(any_lane(steep, FULL_MASK) or flawed)
                 for slot in range(SLOTS):
                     totals[slot] = _ZERO
                     lost_totals[slot] = _ZERO
@@ -552,29 +605,39 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     wait_for_copies()
                     cuda.syncthreads()  # keys are there, and those before are not needed any more
                     stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
+                    whole = makes_whole and next_key <= length and opaque(steep) == 0
                     if first_key >= 0 and gathers:
                         tile = warp
                         while tile < KEY_TILES:
                             first = np.int32(first_key + 8 * stretches * tile)
                             key_cell = np.int32(stretch_cell + 8 * stretches * tile * key_pitch)
                             cells = (gathered_cell, tile_cells, key_cell, key_pitch)
-                            scores_of_part(shared, cells, first, length, product_limit, dims, flawed, buffers, products)
-                            add_part_weights(products, half_maxima, factors, parts, sums)
+                            if whole:
+                                add_products_of_part(shared, cells, dims, False, buffers, products)
+                                add_part_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
+                            else:
+                                scores_of_part(
+                                    shared, cells, first, length, product_limit, dims, flawed, buffers, products
+                                )
+                                add_weights_of_part(products, queries_exactly, True, parts, seconds, thirds)
+                            _add_parts(parts, sums)
                             tile = opaque(np.int32(tile + warps))
                     elif first_key >= 0 and evaluates:
-                        cells = (first_cell, tile_cells, stretch_cell, key_pitch)
-                        if makes_whole and next_key <= length and not flawed:
+                        if whole:
+                            cells = (first_cell, tile_cells, stretch_cell, key_pitch)
                             make_whole(shared, cells, dims, buffers, products, more_products)
-                            _add_all_weights(products, half_maxima, factors, parts, sums)
+                            add_all_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
                             if stretches > 1:
-                                _add_all_weights(more_products, half_maxima, factors, parts, sums)
+                                add_all_by_lines(more_products, queries_by_lines, False, parts, seconds, thirds)
+                            _add_parts(parts, sums)
                             first_key = next_key
                         while first_key < min(next_key, length):
                             cells = (first_cell, tile_cells, stretch_cell, key_pitch)
                             scores_again(
                                 shared, cells, first_key, length, product_limit, dims, flawed, buffers, products
                             )
-                            _add_all_weights(products, half_maxima, factors, parts, sums)
+                            _add_all_weights(products, queries_exactly, True, parts, seconds, thirds)
+                            _add_parts(parts, sums)
                             first_key = opaque(np.int32(first_key + STRETCH))
                             stretch_cell = np.int32(stretch_cell + STRETCH * key_pitch)
                     first_key = opaque(next_key)
@@ -635,9 +698,15 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                 remaining = cuda.syncthreads_count(np.int32(searching))
 
             if first_dim == 0:
-                give(half_maximum, half_maxima)
                 tried_beta = beta if untried else high_beta
-                give(minimum(tried_beta * score_bits(scale), FLOAT32_MAX), factors)
+                factor = minimum(tried_beta * score_bits(scale), FLOAT32_MAX)
+                if makes_whole:
+                    give(-_HALF_OF * factor, slopes)
+                    give(half_maximum * factor, offsets)
+                else:
+                    give(half_maximum, half_maxima)
+                    give(factor, factors)
+                steep = np.int32(any_lane(_is_steep(half_maximum, factor), FULL_MASK) or flawed)
                 # Where there is no query, no value has weight.
                 give(_HALF_OF * exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
             own_cell = np.int64(cuda.threadIdx.x)
@@ -673,13 +742,14 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         values, value_place, next_key, length, first_dim, dims, shared, values_cell, buffer, staging
                     )
                     last_key = np.int32(length - 1)
-                    whole = makes_whole and next_key <= length and not flawed and not mends
+                    whole = makes_whole and next_key <= length and not mends and opaque(steep) == 0
                     while 0 <= first_key < min(next_key, length) and valid > 0:
                         cells = (first_cell, tile_cells, stretch_cell, key_pitch)
                         place = (queries, heads, group, contexts, first_key, last_key, first_dim, dims)
                         if whole:
                             add_products(shared, cells, dims, False, buffers, products)
-                            weigh(products, half_maxima, factors, parts, sums)
+                            weigh_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
+                            _add_parts(parts, sums)
                             add_stretch(
                                 shared, value_cell, place, products, shares, smallest, False, errors, value_buffers,
                                 results,
@@ -688,7 +758,12 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                             scores_again(
                                 shared, cells, first_key, length, product_limit, dims, flawed, buffers, products
                             )
-                            weigh(products, half_maxima, factors, parts, sums)
+                            if makes_whole:
+                                for slot in range(SLOTS):
+                                    half_maxima[slot] = element_at(parked, np.int64((cuda.threadIdx.x & ~3) + slot))
+                                    factors[slot] = -_TWO * slopes[slot]
+                            weigh(products, queries_exactly, True, parts, seconds, thirds)
+                            _add_parts(parts, sums)
                             add_stretch(
                                 shared, value_cell, place, products, shares, smallest, mends, errors, value_buffers,
                                 results,
