@@ -205,6 +205,24 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                         else:
                             multiply_add(left, step * 4, values, tile * 4 + step * 2, sums, product)
 
+    def add_chunks(count: int):
+        """Written out: so many instructions the compiler would leave a loop, and a chunk could not be on its way from
+        shared memory while another is multiplied."""
+        last = count - 1
+        add_before = add_chunks(last) if last > 0 else None
+
+        @cuda.jit(device=True)
+        def add(shared, query_cell, key_cell, tile_cells, pitch, buffers, sums):
+            if add_before is not None:
+                add_before(shared, query_cell, key_cell, tile_cells, pitch, buffers, sums)
+            query_cell = np.int32(query_cell + last * FRAGMENT)
+            key_cell = np.int32(key_cell + last * 16)
+            add_chunk(shared, query_cell, key_cell, tile_cells, pitch, False, buffers, sums)
+
+        return add
+
+    add_all_chunks = add_chunks(max(chunks, 1))
+
     @cuda.jit(device=True)
     def add_products(shared, cells, dims, mends, buffers, sums):
         queries, tile_cells, keys, pitch = cells
@@ -213,10 +231,7 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
         query_cell = np.int32(queries + cuda.laneid * 4)
         key_cell = np.int32(keys + (cuda.laneid >> 2) * pitch + (cuda.laneid & 3) * 4)
         if chunks > 0 and not mends:
-            # With no loop, a chunk is on its way from shared memory while others are multiplied.
-            for each in range(chunks):
-                chunk_cell = np.int32(query_cell + each * FRAGMENT)
-                add_chunk(shared, chunk_cell, np.int32(key_cell + each * 16), tile_cells, pitch, False, buffers, sums)
+            add_all_chunks(shared, query_cell, key_cell, tile_cells, pitch, buffers, sums)
         else:
             dim = np.int32(0)
             while dim < dims:
