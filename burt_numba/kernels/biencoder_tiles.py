@@ -247,14 +247,14 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     put_queries, first_scores, scores_again, scores_of_part = query_tiles(kind, vector, chunks_made_for)
     report_results, store_results = tile_results(kind, vector)
     rotate_few = rotate_elements(FEW, STRETCH)
-    # In float32 there are no registers for it: products, and what they are made of in two parts, fill them.
-    makes_whole = kind != EXACT
+    # Exact products are worth an exact difference.
+    by_lines = kind != EXACT
     # Products of float16 numbers are below 2**41, so that t is a number.
     clips = not half
-    weigh, weigh_by_lines = _add_weights(KEY_TILES, float(lift)), _add_weights(KEY_TILES, float(lift), clips, True)
-    add_all_by_lines = _add_weights(KEY_TILES, None, clips, True)
+    weigh, weigh_by_lines = _add_weights(KEY_TILES, float(lift)), _add_weights(KEY_TILES, float(lift), clips, by_lines)
+    add_all_by_lines = _add_weights(KEY_TILES, None, clips, by_lines)
     add_weights_of_part = _add_weights(stretches)
-    add_part_by_lines = _add_weights(stretches, None, clips, True)
+    add_part_by_lines = _add_weights(stretches, None, clips, by_lines)
     add_products_of_part = score_tiles(kind, vector, chunks_made_for, stretches).add_products
 
     @cuda.jit(device=True)
@@ -460,7 +460,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         buffers = (words, numbers, low, left_words, left, left_low, step_sums)
         parts = (part_totals, part_firsts)
         queries_exactly = (half_maxima, factors)
-        queries_by_lines = (slopes, offsets)
+        queries_by_lines = (slopes, offsets) if by_lines else queries_exactly
         sums = (totals, lost_totals, firsts, lost_firsts)
 
         # Of each query, the two greatest products of each class of keys: of those at the same place of a stretch.
@@ -481,7 +481,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
             stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
             if valid > 0 and first_key >= 0:
                 cells = (first_cell, tile_cells, stretch_cell, key_pitch)
-                mixed = not makes_whole or next_key > length
+                mixed = next_key > length
                 if not mixed:
                     make_whole(shared, cells, dims, buffers, products, more_products)
                     bad = False
@@ -583,7 +583,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     give(half_maximum, half_maxima)
                     give(factor, factors)
                 steep = False
-                for slot in range(SLOTS):
+                for slot in range(SLOTS if by_lines else 0):
                     slopes[slot] = -_HALF_OF * factors[slot]
                     offsets[slot] = half_maxima[slot] * factors[slot]
                     steep |= _is_steep(half_maxima[slot], factors[slot])
@@ -605,7 +605,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     wait_for_copies()
                     cuda.syncthreads()  # keys are there, and those before are not needed any more
                     stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
-                    whole = makes_whole and next_key <= length and opaque(steep) == 0
+                    whole = next_key <= length and opaque(steep) == 0
                     if first_key >= 0 and gathers:
                         tile = warp
                         while tile < KEY_TILES:
@@ -700,13 +700,13 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
             if first_dim == 0:
                 tried_beta = beta if untried else high_beta
                 factor = minimum(tried_beta * score_bits(scale), FLOAT32_MAX)
-                if makes_whole:
+                if by_lines:
                     give(-_HALF_OF * factor, slopes)
                     give(half_maximum * factor, offsets)
                 else:
                     give(half_maximum, half_maxima)
                     give(factor, factors)
-                steep = np.int32(any_lane(_is_steep(half_maximum, factor), FULL_MASK) or flawed)
+                steep = np.int32(any_lane(by_lines and _is_steep(half_maximum, factor), FULL_MASK) or flawed)
                 # Where there is no query, no value has weight.
                 give(_HALF_OF * exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
             own_cell = np.int64(cuda.threadIdx.x)
@@ -742,7 +742,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         values, value_place, next_key, length, first_dim, dims, shared, values_cell, buffer, staging
                     )
                     last_key = np.int32(length - 1)
-                    whole = makes_whole and next_key <= length and not mends and opaque(steep) == 0
+                    whole = by_lines and next_key <= length and not mends and opaque(steep) == 0
                     while 0 <= first_key < min(next_key, length) and valid > 0:
                         cells = (first_cell, tile_cells, stretch_cell, key_pitch)
                         place = (queries, heads, group, contexts, first_key, last_key, first_dim, dims)
@@ -758,7 +758,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                             scores_again(
                                 shared, cells, first_key, length, product_limit, dims, flawed, buffers, products
                             )
-                            if makes_whole:
+                            if by_lines:
                                 for slot in range(SLOTS):
                                     half_maxima[slot] = element_at(parked, np.int64((cuda.threadIdx.x & ~3) + slot))
                                     factors[slot] = -_TWO * slopes[slot]
