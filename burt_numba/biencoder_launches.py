@@ -43,7 +43,7 @@ VALUE_DIMS = 64
 MOST_TILES_WARPS = 4
 TILES_RESIDENT = 256
 """Threads that a multiprocessor holds at least: 255 registers each."""
-TILES_CHUNKS: dict[int, tuple[int, ...]] = {EXACT: (), ROUNDED: (4,), HALF: (1, 2)}
+TILES_CHUNKS: dict[int, tuple[int, ...]] = {EXACT: (), ROUNDED: (4,), HALF: (2,)}
 """Chunks of a vector that there are kernels for; there is one for any number beside them."""
 _STATIC_BYTES = 5120
 _SYSTEM_BYTES = 1024
@@ -158,7 +158,8 @@ def _tiles_bytes(kind: int, warps: int, dims: int, keys: int) -> int:
 def chunks_made_for(kind: int, vector: int, dims: int, capability: tuple[int, int]) -> int:
     """Of the kernel for vectors of this size: 0 where it is the one for any."""
     chunks = chunks_of(kind, dims)
-    if vector == 1 or chunks not in TILES_CHUNKS[kind]:
+    if (vector == 1 and stretches_of(kind, chunks) == 1) or chunks not in TILES_CHUNKS[kind]:
+        # Element by element, what is made for a size is no faster; but the order of sums is to be the same.
         return 0
     shared_bytes = tiles_shared_bytes(kind, MOST_TILES_WARPS, dims, stretches_of(kind, chunks))
     resident = TILES_RESIDENT // (32 * MOST_TILES_WARPS)

@@ -231,6 +231,26 @@ def test_rounds_of_64_contexts_where_two_blocks_fit(capability, chunks):
     assert chunks_made_for(half, 1, 64, capability) == chunks_made_for(half, 8, 72, capability) == 0
 
 
+@pytest.mark.parametrize("K", [64, 65, 130])
+def test_a_mean_of_the_largest_float16_numbers(K):
+    """Most weights are rounded up as float16 numbers, and their sum is over the largest."""
+    scores = np.full(K, np.log(0.5 * (1 + 2**-11 * 1.1)))
+    scores[0] = 0
+    high = scores.astype(np.float16)
+    query, keys = np.zeros((1, 1, 4, 8), np.float16), np.zeros((1, 1, K, 8), np.float16)
+    query[..., :2] = 1
+    keys[0, 0, :, 0], keys[0, 0, :, 1] = high, scores - high.astype(float)
+    values = np.full((1, 1, K, 8), 65504, np.float16)
+    values[..., 4:] *= -1
+    outcome = run_biencoder(Inputs(query, keys, values), 1.0, None)
+    assert outcome.counts == {} and (np.abs(outcome.out) == 65504).all()
+
+
+def test_arrays_read_element_by_element_give_the_same_bits():
+    inputs = inputs_of(1, 1, 70, 130, 64, dtype=np.float16, seed=200)
+    assert same_results(run_biencoder(inputs), run_biencoder(inputs, skew=1))
+
+
 def test_the_choice_that_the_tests_replace():
     """Blocks of four warps where there are as many queries; two stretches of keys are few."""
     assert kernel_of(inputs_of(1, 1, 128, 64, 4)) == FEW

@@ -17,6 +17,7 @@ from cifg_support import (
     run_cifg,
     same_results,
     sigma_of,
+    with_spectrum,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -355,6 +356,16 @@ def test_a_first_value_that_a_start_vector_hardly_sees_is_found(power_iterations
     C = [[0.06369383633136749, 0.16961558163166046], [-0.6355718970298767, 0.8446864485740662]]
     outcome = run_cifg(kept(C), 0.7898489759734233, power_iterations=power_iterations)
     assert outcome.counts == {} and sigma_of(outcome.memory) <= 0.7898489759734233 * (1 + LIMITS["spectral"])
+
+
+@pytest.mark.parametrize("rest", [0.1, 0.03, 0.01])
+@pytest.mark.parametrize("validated", [False, True])
+def test_a_memory_just_within_the_bound_is_not_reported(rest, validated):
+    """However soon the iteration has found its value: 0.9499 of 0.95, and the others far below."""
+    for seed in range(12):
+        C = with_spectrum([0.9499, rest, rest / 2, rest / 10], seed)
+        outcome = run_cifg(kept(C), 0.95, validate_output=validated)
+        assert outcome.counts == {} and (outcome.memory == C.astype(np.float32)).all(), seed
 
 
 @few

@@ -33,7 +33,13 @@ _ATTENTION_VARIANTS = ("plain", "mask", "causal")
 
 # B, H, Hk, Q, K and D: one context, around a warp and past two; one query and a tile. The last variant is plain
 # attention too: a low temperature would magnify what tf32 rounds.
-_CONTEXT_SIZES: tuple[tuple[int, ...], ...] = ((1, 1, 1, 1, 1, 1), (2, 4, 2, 1, 33, 16), (1, 1, 1, 4, 65, 6))
+_CONTEXT_SIZES: tuple[tuple[int, ...], ...] = (
+    (1, 1, 1, 1, 1, 1),
+    (2, 4, 2, 1, 33, 16),
+    # On tensor cores: of few contexts, and of more.
+    (1, 2, 1, 5, 20, 6),
+    (1, 1, 1, 4, 65, 6),
+)
 _CONTEXT_SIZES_GPU = (
     (32, 8, 8, 512, 64, 64),
     (2, 8, 8, 512, 1024, 64),

@@ -9,13 +9,13 @@ import numpy as np
 
 from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import HALF, ROW_TILES, TILE_ROWS, VALUE_DIMS
-from burt_numba.device.attention import HALF_MAX
 from burt_numba.device.events import record_bad_elements
-from burt_numba.device.numeric import FLOAT32_MAX, opaque
+from burt_numba.device.numeric import FLOAT32_MAX, maximum, minimum, opaque
 from burt_numba.device.vector import rotate_elements, store_vector
 from burt_numba.device.warp import FULL_MASK
 
 _ZERO = np.float32(0.0)
+_LARGEST_HALF = np.float32(65504.0)
 TILE_SUMS = VALUE_DIMS // 8 * 4
 """Sums that a lane has of a tile of queries."""
 VALUE_SUMS = ROW_TILES * TILE_SUMS
@@ -35,7 +35,7 @@ class TileResults(NamedTuple):
 def tile_results(kind: int, vector: int) -> TileResults:
     """For EXACT, ROUNDED or HALF products, and accesses of ``vector`` elements (1: any strides)."""
     width = 8 if kind == HALF else 4
-    limit = HALF_MAX if kind == HALF else FLOAT32_MAX
+    half = kind == HALF
     tile_columns = VALUE_DIMS // (8 * width)
     store = store_vector(width)
     rotate_results = rotate_elements(VALUE_SUMS, 8)
@@ -56,7 +56,7 @@ def tile_results(kind: int, vector: int) -> TileResults:
                 step = np.int32(column // width * 8 + (cell & 1) + (cuda.laneid & 3) * 2)
                 dim = np.int32(step * width + (column & (width - 1)))
                 value = results[each]
-                if not (abs(value) <= limit):
+                if not (abs(value) <= FLOAT32_MAX):
                     if row < rows_left and dim < dims_left:
                         index = place + np.int64(row) * dims + dim
                         if value == value:
@@ -81,7 +81,9 @@ def tile_results(kind: int, vector: int) -> TileResults:
             dim = np.int32((column * 8 + (lane & 3) * 2 + odd) * width)
             first = row_tile * TILE_SUMS + column * width * 4 + below * 2 + odd
             for element in range(width):
-                stored[element] = results[first + element * 4]
+                value = results[first + element * 4]
+                # A mean of float16 numbers is one; what exceeds them is the rounding of the weights.
+                stored[element] = minimum(maximum(value, -_LARGEST_HALF), _LARGEST_HALF) if half else value
             if row < rows_left and dim < dims_left:
                 at = place + np.int64(row) * dims + dim
                 if vector > 1:

@@ -14,7 +14,7 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import FEW, FRAGMENT, HALF, MOST_TILES_WARPS, ROW_TILES, STRETCH, VALUE_DIMS
 from burt_numba.device.async_copies import close_group, shared_address, wait_for_copies, wait_for_older_groups
-from burt_numba.device.attention import HALF_MAX, context_count, report_sum, smallest_weight
+from burt_numba.device.attention import context_count, report_sum, smallest_weight
 from burt_numba.device.entropy import GAP_RANGE, beta_of_two, first_beta, last_beta
 from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, exp2, maximum, minimum, opaque, whole_quotient
 from burt_numba.device.own_queries import (
@@ -56,7 +56,6 @@ def few_kernel(kind: int, vector: int):
     half = kind == HALF
     width = 8 if half else 4
     chunk = 4 * width
-    limit = HALF_MAX if half else FLOAT32_MAX
     # In float16 a weight is lifted, relative to the greatest: below 2**-14 numbers of that type have fewer digits.
     lift = np.float32(15.0 if half else 0.0)
     pieces_words = PIECES * width
@@ -217,6 +216,10 @@ def few_kernel(kind: int, vector: int):
         wait_for_older_groups()
         cuda.syncthreads()  # the keys are there
 
+        for each in range(FEW):
+            few[each] = NEGATIVE_INFINITY
+        for product in range(PRODUCTS):
+            other_products[product] = NEGATIVE_INFINITY
         first_key = np.int32(0)
         while first_key < FEW:
             if first_key < length:
@@ -305,7 +308,7 @@ def few_kernel(kind: int, vector: int):
                 bad = False
                 for place in range(VALUE_SUMS):
                     results[place] *= shares[place // TILE_SUMS * 2 + ((place >> 1) & 1)]
-                    bad |= not (abs(results[place]) <= limit)
+                    bad |= not (abs(results[place]) <= FLOAT32_MAX)
                 bad = any_lane(bad, FULL_MASK)
                 adding = bad and not mends
                 if adding:

@@ -33,7 +33,7 @@ from burt_numba.biencoder_launches import (
     stretches_of,
 )
 from burt_numba.device.async_copies import shared_address, wait_for_copies
-from burt_numba.device.attention import HALF_MAX, context_count, report_sum, smallest_weight
+from burt_numba.device.attention import context_count, report_sum, smallest_weight
 from burt_numba.device.entropy import (
     GAP_RANGE,
     accepted_limits,
@@ -233,7 +233,6 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     width = 8 if half else 4
     chunk = 4 * width
     pieces_words = PIECES * width
-    limit = HALF_MAX if half else FLOAT32_MAX
     # In float16 a weight is lifted, relative to the greatest: below 2**-14 numbers of that type have fewer digits.
     lift = np.float32(15.0 if half else 0.0)
     value_pieces = VALUE_DIMS // width
@@ -780,7 +779,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                 bad = False
                 for place in range(VALUE_SUMS):
                     results[place] *= finals[place // TILE_SUMS * 2 + ((place >> 1) & 1)]
-                    bad |= not (abs(results[place]) <= limit)
+                    bad |= not (abs(results[place]) <= FLOAT32_MAX)
                 bad = cuda.syncthreads_or(np.int32(bad)) != 0
                 own_cell = np.int64(opaque(np.int32(cuda.threadIdx.x)))
                 half_maximum = element_at(parked, own_cell)

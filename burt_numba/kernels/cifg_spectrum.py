@@ -567,8 +567,13 @@ def spectrum_kernel(vector: int, staged: bool, clustered: bool):
                     known = _CONVERGED if stage == 0 and theta > bound * bound else _KNOWN
                     stands = residual <= _NOISE * theta and residual > np.float32(0.5) * residual_before
                     residual_before = residual
-                    stops = within or residual <= known * theta or stands or step >= steps
-                    stops = stops or not (length > np.float32(1e-12) * theta * theta)
+                    # Nothing is left of the residual but rounding, which says nothing of what was not seen.
+                    ends = stands or not (length > np.float32(1e-12) * theta * theta)
+                    # What a vector may not have seen yet is to decide nothing that further steps would show.
+                    knows = residual <= known * theta and (factor <= WARM_FACTOR or theta > limit * limit)
+                    stops = within or knows or ends or step >= steps
+                    if ends:
+                        factor = WARM_FACTOR
                     if stage == 1 and theta > limit * limit:
                         stops = True
                     if stage == 1 and stops and not within:
