@@ -35,7 +35,7 @@ def attend(inputs, *args, **options):
 @each_type
 @each_kernel
 def test_a_plain_call_allocates_the_result(dtype, queries):
-    inputs = inputs_of(1, 2, queries, 17, 8, dtype=dtype)
+    inputs = inputs_of(1, 2, queries, 17, 8, dtype=dtype, seed=1)
     out = attend(inputs)
     assert type(out) is type(to_target(inputs.query))
     assert (out.shape, out.dtype) == ((1, 2, queries, 8), dtype)
@@ -59,7 +59,7 @@ def test_host_arrays_in_and_out():
 @each_type
 @each_kernel
 def test_in_place_of_the_query(dtype, queries):
-    inputs = inputs_of(1, 2, queries, 17, 8, dtype=dtype)
+    inputs = inputs_of(1, 2, queries, 17, 8, dtype=dtype, seed=1)
     query, *others = map(to_target, Inputs(inputs.query.copy(), *inputs[1:]))
     assert burt_numba.biencoder_attention(query, *others, out=query) is query
     assert to_host(query).tobytes() == run_biencoder(inputs).out.tobytes()
@@ -79,7 +79,7 @@ def test_bounds_are_numbers_of_any_kind(number):
 @each_kernel
 def test_each_output_alone(name, queries):
     bound = None if name == "lse_out" else 0.2
-    inputs, output = inputs_of(1, 2, queries, 17, 8), poisoned((1, 2, queries))
+    inputs, output = inputs_of(1, 2, queries, 17, 8, seed=1), poisoned((1, 2, queries))
     out = attend(inputs, None, bound, **{name: output})
     expected = run_biencoder(inputs, None, bound)
     assert to_host(out).tobytes() == expected.out.tobytes()
@@ -126,7 +126,7 @@ def test_one_size_after_another():
 
 @each_kernel
 def test_validate_output_changes_nothing_that_is_right(queries):
-    inputs = inputs_of(1, 2, queries, 17, 8)
+    inputs = inputs_of(1, 2, queries, 17, 8, seed=1)
     for bound in (0.2, None):
         plain, validated = (run_biencoder(inputs, None, bound, validate_output=again) for again in (False, True))
         assert same_results(plain, validated)
@@ -203,7 +203,7 @@ def test_layouts(layout, D, dtype, queries):
 @pytest.mark.parametrize("name", Inputs._fields)
 @each_kernel
 def test_one_array_of_another_layout(name, layout, queries):
-    inputs = inputs_of(1, 2, queries, 17, 8)
+    inputs = inputs_of(1, 2, queries, 17, 8, seed=1)
     arranged = inputs._replace(**{name: LAYOUTS[layout](getattr(inputs, name))})
     outcome, packed = check_biencoder(arranged, None, 20.0), run_biencoder(inputs, None, 20.0)
     assert np.abs(outcome.out - packed.out).max() <= (2e-6 if queries < 4 else LIMITS["attention_float32"])

@@ -154,8 +154,9 @@ def _add_weights(key_tiles: int, lift: float | None = None, clips: bool = True, 
     """A function that adds to the sums of a lane's queries what so many tiles of keys weigh.
 
     With ``lift``, weights times ``2**lift`` take the place of the products, and the higher moments are left out. There
-    are half the maximum and the factor of each query or, ``by_lines``, a slope and an offset: t is a product times the
-    slope, and the offset. It is at most GAP_RANGE, if it ``clips``. ``starts``: these are the first weights of a part.
+    are half the maximum, the factor and the shift of each query or, ``by_lines``, a slope and an offset: t is a product
+    times the slope, and the offset. It is at most GAP_RANGE, if it ``clips``. ``starts``: these are the first weights
+    of a part.
     """
     keeps = lift is not None
     lift_by = np.float32(lift or 0.0)
@@ -170,8 +171,8 @@ def _add_weights(key_tiles: int, lift: float | None = None, clips: bool = True, 
                 slopes, offsets = queries
                 t = cuda.fma(products[product], slopes[slot], offsets[slot])
             else:
-                half_maxima, factors = queries
-                t = (half_maxima[slot] - _HALF_OF * products[product]) * factors[slot]
+                half_maxima, factors, shifts = queries
+                t = cuda.fma(half_maxima[slot] - _HALF_OF * products[product], factors[slot], shifts[slot])
             if clips:
                 t = minimum(t, GAP_RANGE)
             weight = exp2(lift_by - t) if lift else exp2(-t)
@@ -209,6 +210,12 @@ def _is_steep(half_maximum, factor):
     The offset is the same for all keys, which the entropy does not notice, but a large one would move all weights.
     """
     return not (abs(half_maximum * factor) <= _LARGEST_OFFSET and factor <= _LARGEST_FACTOR)
+
+
+@cuda.jit(device=True)
+def _shift_of(half_maximum, factor):
+    """What rounding adds to the offset of a line: t of all keys of a query is to be moved by the same."""
+    return -cuda.fma(half_maximum, factor, -(half_maximum * factor))
 
 
 @cuda.jit(device=True)
@@ -387,6 +394,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         lost_firsts = cuda.local.array(SLOTS, np.float32)
         shares = cuda.local.array(SLOTS, np.float32)
         finals = cuda.local.array(SLOTS, np.float32)
+        shifts = cuda.local.array(SLOTS, np.float32)
         right = cuda.local.array(2, np.float32)
         right_words = cuda.local.array(2, np.uint32)
         right_low = cuda.local.array(2, np.float32)
@@ -458,8 +466,10 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         )
         buffers = (words, numbers, low, left_words, left, left_low, step_sums)
         parts = (part_totals, part_firsts)
-        queries_exactly = (half_maxima, factors)
+        queries_exactly = (half_maxima, factors, shifts)
         queries_by_lines = (slopes, offsets) if by_lines else queries_exactly
+        for slot in range(SLOTS):
+            shifts[slot] = _ZERO
         sums = (totals, lost_totals, firsts, lost_firsts)
 
         # Of each query, the two greatest products of each class of keys: of those at the same place of a stretch.
@@ -587,6 +597,8 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     offsets[slot] = half_maxima[slot] * factors[slot]
                     steep |= _is_steep(half_maxima[slot], factors[slot])
                 steep = np.int32(any_lane(steep, FULL_MASK) or flawed)
+                for slot in range(SLOTS if by_lines else 0):
+                    shifts[slot] = _shift_of(half_maxima[slot], factors[slot]) if steep == 0 else _ZERO
                 for slot in range(SLOTS):
                     totals[slot] = _ZERO
                     lost_totals[slot] = _ZERO
@@ -761,6 +773,8 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                                 for slot in range(SLOTS):
                                     half_maxima[slot] = element_at(parked, np.int64((cuda.threadIdx.x & ~3) + slot))
                                     factors[slot] = -_TWO * slopes[slot]
+                                    is_moved = opaque(steep) == 0 and not mends
+                                    shifts[slot] = _shift_of(half_maxima[slot], factors[slot]) if is_moved else _ZERO
                             weigh(products, queries_exactly, True, parts, seconds, thirds)
                             _add_parts(parts, sums)
                             add_stretch(
@@ -795,6 +809,11 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         searching, trusts, untried = True, False, False
                     remaining = cuda.syncthreads_count(np.int32(searching))
                 adding = bad and remaining == 0 and not mends
+                if adding:
+                    # The sum of a query whose last step this pass has made was another when the pass began.
+                    for slot in range(SLOTS):
+                        if shares[slot] > _ZERO and totals[slot] > _ZERO:
+                            shares[slot] = _HALF_OF / totals[slot]
                 mends = True
             if remaining == 0:
                 sample_head, first_query = own_place(queries)
