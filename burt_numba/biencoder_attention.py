@@ -21,14 +21,13 @@ from burt_numba.biencoder_launches import (
     MOST_DIMS,
     ROUNDED,
     ROWS_ONLY,
-    TILES_CHUNKS,
     Choice,
     DocumentedTiles,
     Sizes,
     choose,
     few_kernel_spec,
     rows_kernel_spec,
-    stretches_of,
+    tiles_chunks,
     tiles_kernel_spec,
 )
 from burt_numba.host.arrays import family_of
@@ -340,9 +339,8 @@ def specialisations() -> Iterator[tuple[KernelSpec, tuple[str, ...]]]:
             yield rows_kernel_spec(vector, dtype, blocks, resident), _types(dtype)
         for kind, vector in itertools.product((HALF,) if dtype == "f2" else (EXACT, ROUNDED), (widest, 1)):
             yield few_kernel_spec(kind, vector), _types(dtype)
-            for chunks in (0, *TILES_CHUNKS[kind]):
-                if chunks == 0 or vector > 1 or stretches_of(kind, chunks) > 1:
-                    yield tiles_kernel_spec(kind, vector, chunks), _types(dtype)
+            for chunks in (0, *tiles_chunks(kind, vector)):
+                yield tiles_kernel_spec(kind, vector, chunks), _types(dtype)
         arrays = (f"{dtype}:4C",) * 4
         numbers = (*("i8",) * 5, "f4", "f4", "f4", "f4", "i8")
         yield _documented(), (*arrays, *numbers, "f4:1C", "i4:1C", *("f4:1C",) * 3, "i8:1C")

@@ -43,8 +43,7 @@ VALUE_DIMS = 64
 MOST_TILES_WARPS = 4
 TILES_RESIDENT = 256
 """Threads that a multiprocessor holds at least: 255 registers each."""
-TILES_CHUNKS: dict[int, tuple[int, ...]] = {EXACT: (), ROUNDED: (4,), HALF: (2,)}
-"""Chunks of a vector that there are kernels for; there is one for any number beside them."""
+_TILES_CHUNKS: dict[int, tuple[int, ...]] = {EXACT: (), ROUNDED: (4,), HALF: (2,)}
 _STATIC_BYTES = 5120
 _SYSTEM_BYTES = 1024
 """Shared memory of each block that is not its own."""
@@ -113,6 +112,12 @@ def stretches_of(kind: int, chunks: int) -> int:
     return 2 if kind == HALF and chunks > 0 else 1
 
 
+def tiles_chunks(kind: int, vector: int) -> tuple[int, ...]:
+    """Chunks of a vector that there are kernels for; there is one for any number beside them."""
+    # Element by element, what is made for a size is no faster; but the order of sums is to be the same.
+    return tuple(chunks for chunks in _TILES_CHUNKS[kind] if vector > 1 or stretches_of(kind, chunks) > 1)
+
+
 def few_kernel_spec(kind: int, vector: int) -> KernelSpec:
     """For at most FEW contexts."""
     return _on_tensor_cores("few", (kind, vector))
@@ -158,8 +163,7 @@ def _tiles_bytes(kind: int, warps: int, dims: int, keys: int) -> int:
 def chunks_made_for(kind: int, vector: int, dims: int, capability: tuple[int, int]) -> int:
     """Of the kernel for vectors of this size: 0 where it is the one for any."""
     chunks = chunks_of(kind, dims)
-    if (vector == 1 and stretches_of(kind, chunks) == 1) or chunks not in TILES_CHUNKS[kind]:
-        # Element by element, what is made for a size is no faster; but the order of sums is to be the same.
+    if chunks not in tiles_chunks(kind, vector):
         return 0
     shared_bytes = tiles_shared_bytes(kind, MOST_TILES_WARPS, dims, stretches_of(kind, chunks))
     resident = TILES_RESIDENT // (32 * MOST_TILES_WARPS)
