@@ -9,6 +9,9 @@ if os.environ.get("BURT_NUMBA_TEST_TARGET") != "gpu" and os.environ.get("NUMBA_E
     assert not {"numba", "burt_numba.target"} & set(sys.modules), "imported before the simulator could be chosen"
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
+# Workers of pytest-xdist inherit it: each with as many threads as there are processors, they would wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 from hypothesis import settings
 from support import ON_GPU

@@ -196,6 +196,27 @@ def test_rounds_of_64_contexts(monkeypatch, warps, K, D):
     check_biencoder(inputs_of(1, 1, 32 * warps, K, D, dtype=np.float16), None, 1.0)
 
 
+@pytest.mark.parametrize("bound", [0.2, 1.0, None])
+@pytest.mark.parametrize("gap", [0.0, 0.25, 8.0])
+def test_the_greatest_two_of_a_round_in_one_pair(monkeypatch, gap, bound):
+    """Of keys 32 places apart the first pass keeps the greater: the search starts without the runner-up."""
+    choose_tiles(monkeypatch, 1)
+    inputs = inputs_of(1, 1, 32, 128, 8, dtype=np.float16)
+    inputs.query[..., 0] = 4
+    inputs.context_keys[0, 0, [5, 37], 0] = 12, 12 - gap
+    check_biencoder(inputs, None, bound)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("K", [65, 130, 192])
+def test_heads_without_a_bound_beside_others(monkeypatch, K, dtype):
+    """No search, and no evaluation before the pass for the values: the same results as those of a bound too high."""
+    choose_tiles(monkeypatch, 2)
+    inputs = inputs_of(1, 3, 64, K, 8, dtype=dtype)
+    outcome = check_biencoder(inputs, None, np.float32([np.inf, 0.3, 100.0]))
+    assert (outcome.temperature[:, [0, 2]] == 1).all() and (outcome.temperature[:, 1] < 1).any()
+
+
 @pytest.mark.parametrize("places", [[3], [40], [100, 129], [140]], ids=str)
 def test_rounds_of_64_contexts_with_bad_elements(monkeypatch, places):
     """In the first stretch of a round, in the second, in several; each is met by every warp, and counted once."""

@@ -28,7 +28,8 @@ class QueryTiles(NamedTuple):
     put_queries: Any
     """``put_queries(query, place, valid, dims, shared, first_cell, tile_cells, sign, buffers, flat, errors)``"""
     first_scores: Any
-    """``first_scores(shared, cells, first_key, length, product_limit, dims, buffers, sums, keys, report, errors)``"""
+    """``first_scores(shared, cells, first_key, length, product_limit, dims, mends, buffers, sums, keys, report,
+    errors)``"""
     scores_again: Any
     """``scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums)``"""
     scores_of_part: Any
@@ -186,14 +187,15 @@ def query_tiles(kind: int, vector: int, chunks: int) -> QueryTiles:
         sync_warp()  # the queries are in place
 
     @cuda.jit(device=True)
-    def first_scores(shared, cells, first_key, length, product_limit, dims, buffers, sums, keys, report, errors):
-        """A stretch's products, and whether some were not finite; bad elements count as 0 then, and are reported."""
+    def first_scores(shared, cells, first_key, length, product_limit, dims, mends, buffers, sums, keys, report, errors):
+        """A stretch's products, and whether some were not finite; where it ``mends``, bad elements count as 0 then, and
+        are reported."""
         add_products(shared, cells, dims, False, buffers, sums)
         bad = False
         for product in range(PRODUCTS):
             bad |= not (abs(sums[product]) <= product_limit)
         flawed = any_lane(bad, FULL_MASK)
-        if flawed:
+        if flawed and mends:
             add_products(shared, cells, dims, True, buffers, sums)
             _report_scores(sums, report, first_key, length, product_limit, keys, errors)
             zero_overflows(sums, product_limit)

@@ -98,6 +98,11 @@ class ScoreTiles(NamedTuple):
     the stretches of keys or values that it works on at a time to shared memory."""
     add_products: Any
     """``add_products(shared, cells, dims, mends, buffers, sums)``: sets the sums to products of queries and keys."""
+    keep_queries: Any
+    """``keep_queries(shared, cell, tile_cells, kept)``: the warp's queries in registers, where ``chunks`` is not 0."""
+    add_kept: Any
+    """``add_kept(shared, cell, pitch, kept, buffers, sums)``: as ``add_products``, of queries that were kept, and of
+    finite keys."""
     add_values: Any
     """``add_values(shared, cell, place, weights, mends, errors, buffers, sums)``: adds weighted values."""
 
@@ -205,23 +210,56 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                         else:
                             multiply_add(left, step * 4, values, tile * 4 + step * 2, sums, product)
 
-    def add_chunks(count: int):
+    @cuda.jit(device=True)
+    def keep_queries(shared, cell, tile_cells, kept):
+        cell = np.int32(cell + cuda.laneid * 4)
+        for part in range(ROW_TILES * chunks * 2):
+            at = np.int64(cell + part // (2 * chunks) * tile_cells + part % (2 * chunks) * (FRAGMENT // 2))
+            _load_four(shared, at, kept, part * 4)
+
+    @cuda.jit(device=True)
+    def add_kept_tile(kept, first, words, values, right, sums, product):
+        if half:
+            multiply_add(kept, first, words, right, sums, product)
+        else:
+            multiply_add(kept, first, values, right, sums, product)
+
+    def add_kept_steps(count: int):
         """Written out: so many instructions the compiler would leave a loop, and a chunk could not be on its way from
         shared memory while another is multiplied."""
-        last = count - 1
-        add_before = add_chunks(last) if last > 0 else None
+        chunk_of_step, step_of_chunk = divmod(count - 1, 2 * ROW_TILES)
+        row_tile, step = divmod(step_of_chunk, 2)
+        first = ((row_tile * chunks + chunk_of_step) * 2 + step) * 4
+        product = 4 * row_tile * key_tiles
+        add_before = add_kept_steps(count - 1) if count > 1 else None
 
         @cuda.jit(device=True)
-        def add(shared, query_cell, key_cell, tile_cells, pitch, buffers, sums):
+        def add(shared, key_cell, pitch, kept, buffers, sums):
             if add_before is not None:
-                add_before(shared, query_cell, key_cell, tile_cells, pitch, buffers, sums)
-            query_cell = np.int32(query_cell + last * FRAGMENT)
-            key_cell = np.int32(key_cell + last * 16)
-            add_chunk(shared, query_cell, key_cell, tile_cells, pitch, False, buffers, sums)
+                add_before(shared, key_cell, pitch, kept, buffers, sums)
+            words, values = buffers[0], buffers[1]
+            if step_of_chunk == 0:
+                for tile in range(key_tiles):
+                    _load_four(shared, np.int64(key_cell + chunk_of_step * 16 + 8 * tile * pitch), words, tile * 4)
+                if not half:
+                    unpack_right(shared, words, values)
+            add_kept_tile(kept, first, words, values, step * 2, sums, product)
+            if key_tiles > 1:
+                add_kept_tile(kept, first, words, values, 4 + step * 2, sums, product + 4)
+            if key_tiles > 2:
+                add_kept_tile(kept, first, words, values, 8 + step * 2, sums, product + 8)
+                add_kept_tile(kept, first, words, values, 12 + step * 2, sums, product + 12)
 
         return add
 
-    add_all_chunks = add_chunks(max(chunks, 1))
+    add_all_kept = add_kept_steps(2 * ROW_TILES * max(chunks, 1))
+
+    @cuda.jit(device=True)
+    def add_kept(shared, cell, pitch, kept, buffers, sums):
+        for product in range(4 * ROW_TILES * key_tiles):
+            sums[product] = _ZERO
+        key_cell = np.int32(cell + (cuda.laneid >> 2) * pitch + (cuda.laneid & 3) * 4)
+        add_all_kept(shared, key_cell, pitch, kept, buffers, sums)
 
     @cuda.jit(device=True)
     def add_products(shared, cells, dims, mends, buffers, sums):
@@ -230,16 +268,13 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
             sums[product] = _ZERO
         query_cell = np.int32(queries + cuda.laneid * 4)
         key_cell = np.int32(keys + (cuda.laneid >> 2) * pitch + (cuda.laneid & 3) * 4)
-        if chunks > 0 and not mends:
-            add_all_chunks(shared, query_cell, key_cell, tile_cells, pitch, buffers, sums)
-        else:
-            dim = np.int32(0)
-            while dim < dims:
-                add_chunk(shared, query_cell, key_cell, tile_cells, pitch, mends, buffers, sums)
-                query_cell = np.int32(query_cell + FRAGMENT)
-                key_cell = np.int32(key_cell + 16)
-                # Unrolled, the loop would keep more in flight than there are registers for.
-                dim = opaque(np.int32(dim + chunk))
+        dim = np.int32(0)
+        while dim < dims:
+            add_chunk(shared, query_cell, key_cell, tile_cells, pitch, mends, buffers, sums)
+            query_cell = np.int32(query_cell + FRAGMENT)
+            key_cell = np.int32(key_cell + 16)
+            # Unrolled, the loop would keep more in flight than there are registers for.
+            dim = opaque(np.int32(dim + chunk))
 
     @cuda.jit(device=True)
     def report_values(words, place, first_key, weights, errors):
@@ -351,4 +386,4 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                 lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
                 step = opaque(np.int32(step + 1))
 
-    return ScoreTiles(start_piece, finish_pieces, put_piece, stage, add_products, add_values)
+    return ScoreTiles(start_piece, finish_pieces, put_piece, stage, add_products, keep_queries, add_kept, add_values)

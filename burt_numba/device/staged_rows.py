@@ -17,6 +17,8 @@ _ZERO = np.float32(0.0)
 
 PIECES = 4
 """Of 16 bytes, that a thread may load at a time."""
+TURNS = 4
+"""Rows that a thread starts to copy one after another without a look at what is there, where all are."""
 
 
 class StagedRows(NamedTuple):
@@ -58,6 +60,10 @@ def staged_rows(half: int, vector: int, makes_anew: bool = False) -> StagedRows:
             unpack_pieces(array, words, values)
 
         @cuda.jit(device=True)
+        def start_there(shared, buffers, at, array, offset):
+            start_copy(shared, buffers[2], at, array, offset)
+
+        @cuda.jit(device=True)
         def stage_piece(array, offset, stride, dim, dims, shared, at, buffers):
             if dim < dims:
                 start_copy(shared, buffers[2], at, array, offset + dim)
@@ -80,6 +86,10 @@ def staged_rows(half: int, vector: int, makes_anew: bool = False) -> StagedRows:
             pass
 
         @cuda.jit(device=True)
+        def start_there(shared, buffers, at, array, offset):
+            """Never called: elements are taken one by one."""
+
+        @cuda.jit(device=True)
         def stage_piece(array, offset, stride, dim, dims, shared, at, buffers):
             words, values, _address = buffers
             start_piece(array, offset, stride, dim, dims, words, values, 0)
@@ -92,15 +102,28 @@ def staged_rows(half: int, vector: int, makes_anew: bool = False) -> StagedRows:
     @cuda.jit(device=True)
     def stage(array, place, rows, dims, pieces, lanes_shift, member, members, shared, cell, pitch, buffers):
         start, stride, dim_stride, first_row, last_row, first_dim = place
+        if makes_anew:
+            member, members = opaque(np.int32(member)), opaque(np.int32(members))
         own = np.int32(member >> lanes_shift)
         step = np.int32(members >> lanes_shift)
-        if makes_anew:
-            step = opaque(step)
         step_stride = np.int64(step) * stride
+        are_all_there = vector > 1 and np.int32(first_row + rows - 1) <= last_row
         first_row = min(np.int32(first_row + own), last_row)
         start += np.int64(first_dim) * dim_stride + np.int64(first_row) * stride
         dims = np.int32(dims - first_dim)
         piece = np.int32(member & ((1 << lanes_shift) - 1))
+        if are_all_there and pieces * width <= dims and step * TURNS <= rows:
+            while piece < pieces:
+                at = np.int32(cell + own * pitch + piece * 4)
+                offset = start + piece * width
+                row = own
+                while row < rows:
+                    for _turn in range(TURNS):
+                        start_there(shared, buffers, at, array, offset)
+                        offset += step_stride
+                        at = np.int32(at + step * pitch)
+                    row = opaque(np.int32(row + step * TURNS))
+                piece = opaque(np.int32(piece + (1 << lanes_shift)))
         while piece < pieces:
             at = np.int32(cell + own * pitch + piece * 4)
             offset = start

@@ -225,7 +225,7 @@ def few_kernel(kind: int, vector: int):
             if first_key < length:
                 cells = (first_cell, tile_cells, np.int32(keys_cell + first_key * key_pitch), key_pitch)
                 first_scores(
-                    shared, cells, first_key, length, product_limit, dims, buffers, products, keys, report, errors
+                    shared, cells, first_key, length, product_limit, dims, True, buffers, products, keys, report, errors
                 )
             else:
                 for product in range(PRODUCTS):

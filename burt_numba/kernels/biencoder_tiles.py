@@ -93,6 +93,8 @@ _ALL_SUMS = 4 * MOST_TILES_WARPS * WARP_QUERIES
 _MOST_THREADS = 32 * MOST_TILES_WARPS
 _ALL_PARKED = 5 * _MOST_THREADS
 """What a lane knows of its query and does not need while it multiplies values, which takes all registers."""
+FLAW_SUMS = 4
+"""Sums of flaws that a lane adds up side by side."""
 _LARGEST_OFFSET = np.float32(2.0**20)
 _LARGEST_FACTOR = np.float32(2.0**80)
 """Up to these t may be a line of the products: see ``_is_steep``."""
@@ -148,6 +150,20 @@ def _gather(searching, own_row, half_maximum, factor, cells, shared, counts, max
         source = opaque(np.int32(source + 1))
     cuda.syncthreads()  # the tiles are complete
     return place
+
+
+@cuda.jit(device=True)
+def _take_queries(gathers, half_maximum, factor, gathered, half_maxima, factors):
+    """Half the maximum and the factor of each query of a lane: of those gathered, or of its warp."""
+    if gathers:
+        gathered_maxima, gathered_factors = gathered
+        for slot in range(SLOTS):
+            row = np.int32((slot >> 1) * 16 + (slot & 1) * 8 + (cuda.laneid >> 2))
+            half_maxima[slot] = gathered_maxima[row]
+            factors[slot] = gathered_factors[row]
+    else:
+        give(half_maximum, half_maxima)
+        give(factor, factors)
 
 
 def _add_weights(key_tiles: int, lift: float | None = None, clips: bool = True, by_lines: bool = False):
@@ -227,6 +243,16 @@ def _take_tops(products, tops, next_tops):
         next_tops[product] = maximum(next_tops[product], beaten)
 
 
+@cuda.jit(device=True)
+def _take_tops_of_two(products, more_products, tops, next_tops):
+    """The greater of two keys stands for both: two instructions a score, not three."""
+    for product in range(PRODUCTS):
+        greater = maximum(products[product], more_products[product])
+        beaten = minimum(tops[product], greater)
+        tops[product] = maximum(tops[product], greater)
+        next_tops[product] = maximum(next_tops[product], beaten)
+
+
 _add_all_weights = _add_weights(KEY_TILES)
 
 
@@ -261,19 +287,47 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     add_all_by_lines = _add_weights(KEY_TILES, None, clips, by_lines)
     add_weights_of_part = _add_weights(stretches)
     add_part_by_lines = _add_weights(stretches, None, clips, by_lines)
-    add_products_of_part = score_tiles(kind, vector, chunks_made_for, stretches).add_products
+    part_tiles = score_tiles(kind, vector, chunks_made_for, stretches)
+    # Where the number of chunks is known, a warp has its queries in registers: shared memory would be the limit.
+    keeps = chunks_made_for > 0
+    kept_words = ROW_TILES * chunks_made_for * 8 if keeps else 1
+    keep_queries, add_kept = tiles.keep_queries, tiles.add_kept
+    add_part, add_kept_part = part_tiles.add_products, part_tiles.add_kept
 
     @cuda.jit(device=True)
-    def make_whole(shared, cells, dims, buffers, products, more_products):
-        """Products with all keys between two barriers, present and finite ones: no branch keeps latencies apart."""
-        queries_cell, tile_cells, stretch_cell, pitch = cells
-        add_products(shared, cells, dims, False, buffers, products)
+    def make_stretch(shared, cells, dims, kept, buffers, products):
+        """Products with the keys of a stretch, present and finite ones."""
+        _queries_cell, _tile_cells, stretch_cell, pitch = cells
+        if keeps:
+            add_kept(shared, stretch_cell, pitch, kept, buffers, products)
+        else:
+            add_products(shared, cells, dims, False, buffers, products)
+
+    @cuda.jit(device=True)
+    def make_whole(shared, cells, dims, kept, buffers, products, more_products):
+        """Products with all keys between two barriers: no branch keeps latencies apart."""
+        _queries_cell, _tile_cells, stretch_cell, pitch = cells
+        make_stretch(shared, cells, dims, kept, buffers, products)
         if stretches > 1:
-            cells = (queries_cell, tile_cells, np.int32(stretch_cell + STRETCH * pitch), pitch)
-            add_products(shared, cells, dims, False, buffers, more_products)
+            add_kept(shared, np.int32(stretch_cell + STRETCH * pitch), pitch, kept, buffers, more_products)
 
     @cuda.jit(device=True)
-    def add_stretch(shared, cell, place, weights, shares, smallest, mends, errors, buffers, results):
+    def add_flaws(products, product_limit, flaws):
+        """Whether some products are not finite, or too large for scores; or it leaves a flaw that is not 0."""
+        bad = False
+        if half:
+            # Finite ones are never too large, and these instructions do not wait for those of the maxima.
+            for product in range(PRODUCTS):
+                part = product % FLAW_SUMS
+                flaws[part] = cuda.fma(products[product], _ZERO, flaws[part])
+        else:
+            for product in range(PRODUCTS):
+                bad |= not (abs(products[product]) <= product_limit)
+        return bad
+
+    @cuda.jit(device=True)
+    def carries_any(weights, shares, smallest, mends):
+        """Whether some of a lane's weights are to be multiplied with values."""
         carries = False
         if half and not mends:
             # As float16 numbers, weights of up to 2**-40 of the greatest are 0.
@@ -288,6 +342,11 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     if (product >> 1) & 1 == slot & 1:
                         heaviest = maximum(heaviest, weights[product])
                 carries |= heaviest * shares[slot] > smallest
+        return carries
+
+    @cuda.jit(device=True)
+    def add_stretch(shared, cell, place, weights, shares, smallest, mends, errors, buffers, results):
+        carries = carries_any(weights, shares, smallest, mends)
         if mends:
             # What carries nothing is not looked at, and no sum overflows that the result does not.
             for product in range(PRODUCTS):
@@ -375,6 +434,8 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         left = cuda.local.array(8, np.float32)
         left_low = cuda.local.array(8, np.float32)
         step_sums = cuda.local.array(4, np.float32)
+        flaws = cuda.local.array(FLAW_SUMS, np.float32)
+        kept = cuda.local.array(kept_words, np.uint32)
         products = cuda.local.array(PRODUCTS, np.float32)
         more_products = cuda.local.array(PRODUCTS, np.float32)
         tops = cuda.local.array(PRODUCTS, np.float32)
@@ -473,46 +534,55 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         sums = (totals, lost_totals, firsts, lost_firsts)
 
         # Of each query, the two greatest products of each class of keys: of those at the same place of a stretch.
-        for product in range(PRODUCTS):
-            tops[product] = NEGATIVE_INFINITY
-            next_tops[product] = NEGATIVE_INFINITY
         for each in range(FEW):
             few[each] = NEGATIVE_INFINITY
+        if keeps:
+            keep_queries(shared, first_cell, tile_cells, kept)
         flawed = False
-        # A round before the first stretch only asks for it, in each pass.
-        first_key = np.int32(-span)
-        while first_key < length:
-            wait_for_copies()
-            cuda.syncthreads()  # keys are there, and those before are not needed any more
-            stretch_cell = np.int32(keys_cell + buffer * STRETCH * key_pitch)
-            buffer ^= np.int32(stretches)
-            next_key = np.int32(first_key + span)
-            stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
-            if valid > 0 and first_key >= 0:
-                cells = (first_cell, tile_cells, stretch_cell, key_pitch)
-                mixed = next_key > length
-                if not mixed:
-                    make_whole(shared, cells, dims, buffers, products, more_products)
-                    bad = False
-                    for product in range(PRODUCTS):
-                        bad |= not (abs(products[product]) <= product_limit)
+        passes = True
+        while passes:
+            # A second pass, where the first has met what is not finite.
+            mends = flawed
+            bad = False
+            for product in range(PRODUCTS):
+                tops[product] = NEGATIVE_INFINITY
+                next_tops[product] = NEGATIVE_INFINITY
+            for part in range(FLAW_SUMS):
+                flaws[part] = _ZERO
+            # A round before the first stretch only asks for it, in each pass.
+            first_key = np.int32(-span)
+            while first_key < length:
+                wait_for_copies()
+                cuda.syncthreads()  # keys are there, and those before are not needed any more
+                stretch_cell = np.int32(keys_cell + buffer * STRETCH * key_pitch)
+                buffer ^= np.int32(stretches)
+                next_key = np.int32(first_key + span)
+                stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
+                if valid > 0 and first_key >= 0:
+                    if next_key <= length and not mends:
+                        cells = (first_cell, tile_cells, stretch_cell, key_pitch)
+                        make_whole(shared, cells, dims, kept, buffers, products, more_products)
+                        bad |= add_flaws(products, product_limit, flaws)
                         if stretches > 1:
-                            bad |= not (abs(more_products[product]) <= product_limit)
-                    mixed = any_lane(bad, FULL_MASK)
-                    if not mixed:
+                            bad |= add_flaws(more_products, product_limit, flaws)
+                            _take_tops_of_two(products, more_products, tops, next_tops)
+                        else:
+                            _take_tops(products, tops, next_tops)
+                        first_key = next_key
+                    while first_key < min(next_key, length):
+                        cells = (first_cell, tile_cells, stretch_cell, key_pitch)
+                        bad |= first_scores(
+                            shared, cells, first_key, length, product_limit, dims, mends, buffers, products, keys,
+                            report, errors,
+                        )  # fmt: skip
                         _take_tops(products, tops, next_tops)
-                        if stretches > 1:
-                            _take_tops(more_products, tops, next_tops)
-                while first_key < min(next_key, length) and mixed:
-                    cells = (first_cell, tile_cells, stretch_cell, key_pitch)
-                    flawed |= first_scores(
-                        shared, cells, first_key, length, product_limit, dims, buffers, products, keys, report, errors
-                    )
-                    _take_tops(products, tops, next_tops)
-                    first_key = opaque(np.int32(first_key + STRETCH))
-                    stretch_cell = np.int32(stretch_cell + STRETCH * key_pitch)
-            first_key = opaque(next_key)
-        flawed = cuda.syncthreads_or(np.int32(flawed)) != 0
+                        first_key = opaque(np.int32(first_key + STRETCH))
+                        stretch_cell = np.int32(stretch_cell + STRETCH * key_pitch)
+                first_key = opaque(next_key)
+            for part in range(FLAW_SUMS):
+                bad |= flaws[part] != _ZERO
+            flawed = cuda.syncthreads_or(np.int32(bad)) != 0
+            passes = flawed and not mends
         lowest_beta = first_beta(temperature_min, temperature_max)
         highest_beta = last_beta(temperature_min, lowest_beta)
         gap_limit = GAP_RANGE / lowest_beta
@@ -543,7 +613,10 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
             gap = minimum((half_maximum - _HALF_OF * runner_up) * bits, gap_limit)
             low_beta = beta_of_two(gap, bound, lowest_beta, highest_beta)
             beta, total, _entropy = search_few(few, False, bound, low_beta, highest_beta, max_iterations)
-        searching = owns
+        # Without a bound nothing is searched for.
+        searching = owns and bound <= FLOAT32_MAX
+        if not searching:
+            high_beta = lowest_beta
         if warps > 1:
             thread = np.int32(cuda.threadIdx.x)
             if thread < WARP_QUERIES:
@@ -584,21 +657,16 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         gathered_maxima,
                         gathered_factors,
                     )
-                    for slot in range(SLOTS):
-                        slot_row = np.int32((slot >> 1) * 16 + (slot & 1) * 8 + (lane >> 2))
-                        half_maxima[slot] = gathered_maxima[slot_row]
-                        factors[slot] = gathered_factors[slot_row]
-                else:
-                    give(half_maximum, half_maxima)
-                    give(factor, factors)
+                gathered = (gathered_maxima, gathered_factors)
+                _take_queries(gathers, half_maximum, factor, gathered, half_maxima, factors)
                 steep = False
                 for slot in range(SLOTS if by_lines else 0):
                     slopes[slot] = -_HALF_OF * factors[slot]
                     offsets[slot] = half_maxima[slot] * factors[slot]
                     steep |= _is_steep(half_maxima[slot], factors[slot])
                 steep = np.int32(any_lane(steep, FULL_MASK) or flawed)
-                for slot in range(SLOTS if by_lines else 0):
-                    shifts[slot] = _shift_of(half_maxima[slot], factors[slot]) if steep == 0 else _ZERO
+                if keeps:
+                    keep_queries(shared, gathered_cell if gathers else first_cell, tile_cells, kept)
                 for slot in range(SLOTS):
                     totals[slot] = _ZERO
                     lost_totals[slot] = _ZERO
@@ -617,6 +685,12 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     cuda.syncthreads()  # keys are there, and those before are not needed any more
                     stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
                     whole = next_key <= length and opaque(steep) == 0
+                    if by_lines and not whole:
+                        # Made anew: kept all along, they would take registers.
+                        _take_queries(gathers, opaque(half_maximum), factor, gathered, half_maxima, factors)
+                        for slot in range(SLOTS):
+                            moved = _shift_of(half_maxima[slot], factors[slot])
+                            shifts[slot] = moved if opaque(steep) == 0 else _ZERO
                     if first_key >= 0 and gathers:
                         tile = warp
                         while tile < KEY_TILES:
@@ -624,7 +698,10 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                             key_cell = np.int32(stretch_cell + 8 * stretches * tile * key_pitch)
                             cells = (gathered_cell, tile_cells, key_cell, key_pitch)
                             if whole:
-                                add_products_of_part(shared, cells, dims, False, buffers, products)
+                                if keeps:
+                                    add_kept_part(shared, key_cell, key_pitch, kept, buffers, products)
+                                else:
+                                    add_part(shared, cells, dims, False, buffers, products)
                                 add_part_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
                             else:
                                 scores_of_part(
@@ -636,7 +713,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     elif first_key >= 0 and evaluates:
                         if whole:
                             cells = (first_cell, tile_cells, stretch_cell, key_pitch)
-                            make_whole(shared, cells, dims, buffers, products, more_products)
+                            make_whole(shared, cells, dims, kept, buffers, products, more_products)
                             add_all_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
                             if stretches > 1:
                                 add_all_by_lines(more_products, queries_by_lines, False, parts, seconds, thirds)
@@ -758,7 +835,10 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         cells = (first_cell, tile_cells, stretch_cell, key_pitch)
                         place = (queries, heads, group, contexts, first_key, last_key, first_dim, dims)
                         if whole:
-                            add_products(shared, cells, dims, False, buffers, products)
+                            if keeps:
+                                # Beside the results there are no registers to keep them in all along.
+                                keep_queries(shared, first_cell, tile_cells, kept)
+                            make_stretch(shared, cells, dims, kept, buffers, products)
                             weigh_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
                             _add_parts(parts, sums)
                             add_stretch(
