@@ -40,7 +40,8 @@ class StagedRows(NamedTuple):
 def staged_rows(half: int, vector: int, makes_anew: bool = False) -> StagedRows:
     """For float16 or float32, and accesses of ``vector`` elements (1: any strides).
 
-    ``makes_anew``: each call of ``stage`` makes what depends on its threads alone, which would else stay in registers.
+    ``makes_anew``: each call of ``stage`` makes what depends on its threads alone, which would else stay in registers,
+    and copies rows that are all there without a look at each.
     """
     width = 8 if half else 4
     load, unpack_pieces = load_vector(width), unpack_vectors(width, PIECES)
@@ -107,7 +108,7 @@ def staged_rows(half: int, vector: int, makes_anew: bool = False) -> StagedRows:
         own = np.int32(member >> lanes_shift)
         step = np.int32(members >> lanes_shift)
         step_stride = np.int64(step) * stride
-        are_all_there = vector > 1 and np.int32(first_row + rows - 1) <= last_row
+        are_all_there = makes_anew and vector > 1 and np.int32(first_row + rows - 1) <= last_row
         first_row = min(np.int32(first_row + own), last_row)
         start += np.int64(first_dim) * dim_stride + np.int64(first_row) * stride
         dims = np.int32(dims - first_dim)
