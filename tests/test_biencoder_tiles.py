@@ -5,12 +5,14 @@ from importlib import import_module
 import numpy as np
 import pytest
 from biencoder_support import (
+    ENTROPY_OVERFLOW,
     FEW,
     TILES,
     Inputs,
     assert_attended,
     check_biencoder,
     inputs_of,
+    inputs_with_scores,
     kernel_of,
     run_biencoder,
     same_results,
@@ -161,13 +163,86 @@ def test_rows_that_two_contexts_nearly_decide(monkeypatch, scores):
     check_biencoder(inputs, None, 0.8)
 
 
+@pytest.mark.parametrize(("dtype", "D"), [(np.float32, 8), (np.float32, 113), (np.float16, 8), (np.float16, 97)])
+def test_each_warp_copies_its_keys_by_itself(monkeypatch, dtype, D):
+    """So few queries are searched together at once: parts of keys in two places (of long vectors) or three, in turn."""
+    choose_tiles(monkeypatch, 2)
+    outcome = check_biencoder(inputs_of(1, 1, 20, 140, D, dtype=dtype))
+    assert (outcome.temperature < 1).sum() > 10
+
+
+@pytest.mark.parametrize("offset", [2**13, 2**17, 2**20])
+def test_scores_that_a_rough_start_takes_for_equal(monkeypatch, offset):
+    """Numbers of 11 bits are this one for all of them: its maximum is far off, and sums by it may overflow."""
+    choose_tiles(monkeypatch, 2)
+    scores = offset + np.random.default_rng(offset).permutation(96)
+    outcome = check_biencoder(inputs_with_scores(scores, queries=40), 1.0)
+    assert 0.1 < outcome.temperature.min() < 1
+
+
+def test_sums_that_overflow_by_the_maximum_of_a_rough_start(monkeypatch):
+    """A start that is too warm, and a maximum 200 too low: sums that overflow say nothing of the entropy."""
+    choose_tiles(monkeypatch, 2)
+    random = np.random.default_rng(0)
+    inputs = inputs_with_scores(np.zeros(96), queries=40)
+    lost = 200 + 7 * random.integers(0, 8, 96)
+    inputs.query[..., 1] = 1
+    inputs.context_keys[0, 0, :, 0] = 2**18 + lost
+    inputs.context_keys[0, 0, :, 1] = random.permutation(96) / 4 - lost
+    check_biencoder(inputs, 1.0)
+
+
+@pytest.mark.parametrize("size", [2.0**28, 2.0**33, 2.0**100])
+def test_vectors_too_large_for_a_rough_start(monkeypatch, size):
+    """Scores as usual, of keys or queries that might overflow: products are exact from the beginning."""
+    choose_tiles(monkeypatch, 2)
+    inputs = inputs_of(1, 2, 40, 70, 4)
+    for head, (large, small) in enumerate([inputs[:2], inputs[1::-1]]):
+        large[0, head, :, 1] *= size
+        small[0, head, :, 1] /= size
+    assert check_biencoder(inputs).counts.keys() <= {ENTROPY_OVERFLOW}
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 3e38])
+def test_a_bad_key_where_queries_are_good(monkeypatch, bad):
+    choose_tiles(monkeypatch, 2)
+    inputs = inputs_of(1, 1, 40, 96, 4)
+    inputs.query[0, 0, 7] = 2
+    inputs.context_keys[0, 0, 50, 1] = bad
+    check_biencoder(inputs)
+
+
+def test_bounds_that_hold_by_little_at_the_start(monkeypatch):
+    """A rough start may be beyond the highest temperature's entropy, and the search has to go back to it."""
+    choose_tiles(monkeypatch, 2)
+    inputs = inputs_of(1, 6, 33, 66, 4)
+    inputs.query[...] = inputs.query[:, :, :1]
+    entropy = reference.biencoder_attention(*inputs, temperature=np.ones((1, 6, 33))).entropy
+    outcome = check_biencoder(inputs, None, np.float32(entropy[0, :, 0] * 1.001), max_iterations=6)
+    assert (outcome.temperature == 1).all()
+
+
+@pytest.mark.parametrize("part", [0.9, 0.999, 1.001, 1.05])
+def test_bounds_near_what_is_in_reach(monkeypatch, part):
+    """Most of the entropy at the lowest temperature is of contexts that the start does not see."""
+    choose_tiles(monkeypatch, 2)
+    inputs = inputs_with_scores([0] + 150 * [-3], queries=33)
+    entropy = reference.biencoder_attention(*inputs, 1.0, temperature=np.full((1, 1, 33), 0.5)).entropy.max()
+    outcome = check_biencoder(inputs, 1.0, part * entropy, 0.5)
+    assert outcome.counts == ({ENTROPY_OVERFLOW: 33} if part < 1 else {})
+
+
 @pytest.mark.parametrize("K", [50, 100])
-def test_scores_that_overflow_count_as_zero_in_each_pass(monkeypatch, K):
+@pytest.mark.parametrize(
+    ("large_query", "large_key", "others"), [(1e30, 1e9, True), (1e30, 1e9, False), (1e32, 1e7, False)]
+)
+def test_scores_that_overflow_count_as_zero_in_each_pass(monkeypatch, K, large_query, large_key, others):
     """One warp alone meets them in the first pass; all do when they search for its queries."""
     choose_tiles(monkeypatch, 4)
     inputs = inputs_of(1, 1, 128, K, 8)
-    inputs.query[0, 0, 40], inputs.context_keys[0, 0, 3] = 1e30, np.abs(inputs.context_keys[0, 0, 3]) + 1e9
-    inputs.query[0, 0, 70, 2], inputs.context_keys[0, 0, 20, 1] = np.nan, np.inf
+    inputs.query[0, 0, 40], inputs.context_keys[0, 0, 3] = large_query, large_key
+    if others:
+        inputs.query[0, 0, 70, 2], inputs.context_keys[0, 0, 20, 1] = np.nan, np.inf
     check_biencoder(inputs)
 
 

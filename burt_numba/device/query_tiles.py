@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.biencoder_launches import HALF, KEY_TILES, ROW_TILES, TILE_ROWS, stretches_of
+from burt_numba.biencoder_launches import EXACT, HALF, KEY_TILES, ROW_TILES, TILE_ROWS, stretches_of
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import NEGATIVE_INFINITY, opaque
 from burt_numba.device.own_queries import PRODUCTS, WARP_QUERIES
@@ -19,6 +19,8 @@ from burt_numba.device.vector import rotate_elements
 from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp
 
 _ZERO = np.float32(0.0)
+LARGEST_TAME = np.float32(2.0**29)
+"""Products of 256 such numbers, times any scale that this kernel takes, are finite, and their sums in any order."""
 _rotate_products = rotate_elements(PRODUCTS, 4)
 
 
@@ -26,7 +28,8 @@ class QueryTiles(NamedTuple):
     """Device functions for one type and one way to access memory."""
 
     put_queries: Any
-    """``put_queries(query, place, valid, dims, shared, first_cell, tile_cells, sign, buffers, flat, errors)``"""
+    """``put_queries(query, place, valid, dims, shared, first_cell, tile_cells, sign, buffers, flat, errors)``: whether
+    some are large, where products are exact."""
     first_scores: Any
     """``first_scores(shared, cells, first_key, length, product_limit, dims, mends, buffers, sums, keys, report,
     errors)``"""
@@ -126,6 +129,7 @@ def _scores_again(add_products, key_tiles: int):
 @cache
 def query_tiles(kind: int, vector: int, chunks: int) -> QueryTiles:
     """For EXACT, ROUNDED or HALF products, accesses of ``vector`` elements (1: any strides), ``chunks`` (0: any)."""
+    exact = kind == EXACT
     width = 8 if kind == HALF else 4
     chunk = 4 * width
     tiles = score_tiles(kind, vector, chunks)
@@ -138,10 +142,14 @@ def query_tiles(kind: int, vector: int, chunks: int) -> QueryTiles:
 
     @cuda.jit(device=True)
     def put_queries(query, place, valid, dims, shared, first_cell, tile_cells, sign, buffers, flat, errors):
-        """A warp's queries as tensor cores take them, made finite and reported where they are not; zero beyond."""
+        """A warp's queries as tensor cores take them, made finite and reported where they are not; zero beyond.
+
+        Whether some are larger than LARGEST_TAME, or were not finite.
+        """
         start, stride, dim_stride = place
         words, values = buffers
         bad = False
+        large = False
         padded = np.int32((dims + chunk - 1) // chunk * chunk)
         lanes_a_query = np.int32(4)
         while lanes_a_query < 32 and lanes_a_query * width < padded:
@@ -158,6 +166,8 @@ def query_tiles(kind: int, vector: int, chunks: int) -> QueryTiles:
                     start_piece(query, start + own * stride, dim_stride, np.int64(dim), last, words, values, piece)
                 finish_pieces(query, words, values)
                 for element in range(PIECES * width):
+                    if exact:
+                        large |= not (abs(values[element]) <= LARGEST_TAME)
                     bad |= not_finite(values[element])
                     values[element] = finite_or_zero(values[element]) * sign
                 for piece in range(PIECES):
@@ -185,6 +195,7 @@ def query_tiles(kind: int, vector: int, chunks: int) -> QueryTiles:
                 )
                 row = np.int32(row + 1)
         sync_warp()  # the queries are in place
+        return large
 
     @cuda.jit(device=True)
     def first_scores(shared, cells, first_key, length, product_limit, dims, mends, buffers, sums, keys, report, errors):

@@ -55,6 +55,8 @@ for it. Values are cut too, so that numbers of few bits stay what they are.
 """
 _LARGEST_ROUNDED = np.float32(3.4011621e38)
 """Of 11 bits. Numbers above count as this one."""
+SQUARE_SUMS = 4
+"""Sums of squares that a lane adds up side by side."""
 _load_four = load_vector(4)
 
 
@@ -96,8 +98,13 @@ class ScoreTiles(NamedTuple):
     stage: Any
     """``stage(array, place, dims, pieces, lanes_shift, shared, cell, pitch, buffers)``: a block's threads start to copy
     the stretches of keys or values that it works on at a time to shared memory."""
+    stage_tiles: Any
+    """As ``stage``: a warp, its tiles of keys."""
     add_products: Any
     """``add_products(shared, cells, dims, mends, buffers, sums)``: sets the sums to products of queries and keys."""
+    add_roughly: Any
+    """``add_roughly(shared, cells, dims, squares, buffers, sums)``: as ``add_products`` of finite keys, in a third of
+    the time where those are exact, and less exact; squares of the keys are added to some sums of the lane."""
     keep_queries: Any
     """``keep_queries(shared, cell, tile_cells, kept)``: the warp's queries in registers, where ``chunks`` is not 0."""
     add_kept: Any
@@ -143,6 +150,7 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
     number = np.uint32(0x7FFF if half else 0x7FFFFFFF)
     rotate_words = rotate_elements(_WORDS, 4)
     rotate_weights = rotate_elements(_TILE_WEIGHTS, step_weights, ROW_TILES)
+    rotate_two_steps = rotate_elements(_TILE_WEIGHTS, 2 * step_weights, ROW_TILES)
     unpack_left, unpack_right = unpack_vectors(4, 2), unpack_vectors(4, key_tiles)
     unpack_values = unpack_vectors(4, 4)
     make_keys_finite, make_values_finite = _make_finite(4 * key_tiles, halves), _make_finite(_WORDS, halves)
@@ -153,6 +161,11 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
     def stage(array, place, dims, pieces, lanes_shift, shared, cell, pitch, buffers):
         thread, threads = np.int32(cuda.threadIdx.x), np.int32(cuda.blockDim.x)
         stage_rows(array, place, staged, dims, pieces, lanes_shift, thread, threads, shared, cell, pitch, buffers)
+
+    @cuda.jit(device=True)
+    def stage_tiles(array, place, dims, pieces, lanes_shift, shared, cell, pitch, buffers):
+        lane, lanes = np.int32(cuda.laneid), np.int32(32)
+        stage_rows(array, place, 8 * key_tiles, dims, pieces, lanes_shift, lane, lanes, shared, cell, pitch, buffers)
 
     @cuda.jit(device=True)
     def put_piece(values, piece, query, dim, fragments, cell):
@@ -168,47 +181,60 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                 value = values[first + place]
                 set_element(fragments, at, value if exact else _rounded_query(value))
 
-    @cuda.jit(device=True)
-    def add_chunk(shared, query_cell, key_cell, tile_cells, pitch, mends, buffers, sums):
-        words, values, low, left_words, left, left_low, step_sums = buffers
-        for tile in range(key_tiles):
-            _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
-        if mends:
-            make_keys_finite(words)
-        if not half:
-            unpack_right(shared, words, values)
-            if exact:
-                for place in range(4 * key_tiles):
-                    cut(values, values, low, place)
-        for row_tile in range(ROW_TILES):
-            for step in range(2):
-                at = np.int64(query_cell + row_tile * tile_cells + step * (FRAGMENT // 2))
-                _load_four(shared, at, left_words, step * 4)
-            if not half:
-                unpack_left(shared, left_words, left)
-                if exact:
-                    for place in range(8):
-                        cut(left, left, left_low, place)
+    def chunk_of(exact: bool):
+        @cuda.jit(device=True)
+        def add_chunk(shared, query_cell, key_cell, tile_cells, pitch, mends, buffers, sums):
+            words, values, low, left_words, left, left_low, step_sums = buffers
             for tile in range(key_tiles):
-                product = (row_tile * key_tiles + tile) * 4
+                _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
+            if mends:
+                make_keys_finite(words)
+            if not half:
+                unpack_right(shared, words, values)
                 if exact:
-                    # A tensor core cuts what float32 would round: over many steps that would add up.
-                    for place in range(4):
-                        step_sums[place] = _ZERO
-                    for step in range(2):
-                        right = tile * 4 + step * 2
-                        multiply_add(left_low, step * 4, values, right, step_sums, 0)
-                        multiply_add(left, step * 4, low, right, step_sums, 0)
-                    for step in range(2):
-                        multiply_add(left, step * 4, values, tile * 4 + step * 2, step_sums, 0)
-                    for place in range(4):
-                        sums[product + place] += step_sums[place]
-                else:
-                    for step in range(2):
-                        if half:
-                            multiply_add(left_words, step * 4, words, tile * 4 + step * 2, sums, product)
-                        else:
-                            multiply_add(left, step * 4, values, tile * 4 + step * 2, sums, product)
+                    for place in range(4 * key_tiles):
+                        cut(values, values, low, place)
+            for row_tile in range(ROW_TILES):
+                for step in range(2):
+                    at = np.int64(query_cell + row_tile * tile_cells + step * (FRAGMENT // 2))
+                    _load_four(shared, at, left_words, step * 4)
+                if not half:
+                    unpack_left(shared, left_words, left)
+                    if exact:
+                        for place in range(8):
+                            cut(left, left, left_low, place)
+                for tile in range(key_tiles):
+                    product = (row_tile * key_tiles + tile) * 4
+                    if exact:
+                        # A tensor core cuts what float32 would round: over many steps that would add up.
+                        for place in range(4):
+                            step_sums[place] = _ZERO
+                        for step in range(2):
+                            right = tile * 4 + step * 2
+                            multiply_add(left_low, step * 4, values, right, step_sums, 0)
+                            multiply_add(left, step * 4, low, right, step_sums, 0)
+                        for step in range(2):
+                            multiply_add(left, step * 4, values, tile * 4 + step * 2, step_sums, 0)
+                        for place in range(4):
+                            sums[product + place] += step_sums[place]
+                    else:
+                        for step in range(2):
+                            if half:
+                                multiply_add(left_words, step * 4, words, tile * 4 + step * 2, sums, product)
+                            else:
+                                multiply_add(left, step * 4, values, tile * 4 + step * 2, sums, product)
+
+        return add_chunk
+
+    add_chunk, add_rounded_chunk = chunk_of(exact), chunk_of(False)
+
+    @cuda.jit(device=True)
+    def add_chunk_roughly(shared, query_cell, key_cell, tile_cells, pitch, squares, buffers, sums):
+        add_rounded_chunk(shared, query_cell, key_cell, tile_cells, pitch, False, buffers, sums)
+        values = buffers[1]
+        for place in range(4 * key_tiles):
+            part = place % SQUARE_SUMS
+            squares[part] = cuda.fma(values[place], values[place], squares[part])
 
     @cuda.jit(device=True)
     def keep_queries(shared, cell, tile_cells, kept):
@@ -261,20 +287,25 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
         key_cell = np.int32(cell + (cuda.laneid >> 2) * pitch + (cuda.laneid & 3) * 4)
         add_all_kept(shared, key_cell, pitch, kept, buffers, sums)
 
-    @cuda.jit(device=True)
-    def add_products(shared, cells, dims, mends, buffers, sums):
-        queries, tile_cells, keys, pitch = cells
-        for product in range(4 * ROW_TILES * key_tiles):
-            sums[product] = _ZERO
-        query_cell = np.int32(queries + cuda.laneid * 4)
-        key_cell = np.int32(keys + (cuda.laneid >> 2) * pitch + (cuda.laneid & 3) * 4)
-        dim = np.int32(0)
-        while dim < dims:
-            add_chunk(shared, query_cell, key_cell, tile_cells, pitch, mends, buffers, sums)
-            query_cell = np.int32(query_cell + FRAGMENT)
-            key_cell = np.int32(key_cell + 16)
-            # Unrolled, the loop would keep more in flight than there are registers for.
-            dim = opaque(np.int32(dim + chunk))
+    def products_of(add_chunk):
+        @cuda.jit(device=True)
+        def add_products(shared, cells, dims, option, buffers, sums):
+            queries, tile_cells, keys, pitch = cells
+            for product in range(4 * ROW_TILES * key_tiles):
+                sums[product] = _ZERO
+            query_cell = np.int32(queries + cuda.laneid * 4)
+            key_cell = np.int32(keys + (cuda.laneid >> 2) * pitch + (cuda.laneid & 3) * 4)
+            dim = np.int32(0)
+            while dim < dims:
+                add_chunk(shared, query_cell, key_cell, tile_cells, pitch, option, buffers, sums)
+                query_cell = np.int32(query_cell + FRAGMENT)
+                key_cell = np.int32(key_cell + 16)
+                # Unrolled, the loop would keep more in flight than there are registers for.
+                dim = opaque(np.int32(dim + chunk))
+
+        return add_products
+
+    add_products, add_roughly = products_of(add_chunk), products_of(add_chunk_roughly)
 
     @cuda.jit(device=True)
     def report_values(words, place, first_key, weights, errors):
@@ -364,6 +395,38 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                     multiply_add(left, row_tile * 4, right, 0, sums, first)
 
     @cuda.jit(device=True)
+    def add_two_steps(shared, lane_cell, weights, buffers, sums):
+        """Exactly, so that half as many sums are added up where they round."""
+        words, values, _left_words, left, left_low, step_sums, right, _right_words, right_low = buffers
+        for row_tile in range(ROW_TILES):
+            for cell_of_step in range(8):
+                at = row_tile * 8 + cell_of_step
+                first = row_tile * _TILE_WEIGHTS + (cell_of_step & 4)
+                left[at] = weights[first + (cell_of_step & 1) * 2 + (cell_of_step >> 1 & 1)]
+                cut(left, left, left_low, at)
+        for columns in range(2):
+            for row in range(4):
+                at = np.int64(lane_cell + ((row >> 1) * 8 + (row & 1)) * value_pitch + columns * 32)
+                _load_four(shared, at, words, row * 4)
+            unpack_values(shared, words, values)
+            for column in range(4):
+                for row in range(4):
+                    right[row] = values[row * 4 + column]
+                    cut(right, right, right_low, row)
+                for row_tile in range(ROW_TILES):
+                    for place in range(4):
+                        step_sums[place] = _ZERO
+                    for step in range(2):
+                        at = (row_tile * 2 + step) * 4
+                        multiply_add(left_low, at, right, step * 2, step_sums, 0)
+                        multiply_add(left, at, right_low, step * 2, step_sums, 0)
+                    for step in range(2):
+                        multiply_add(left, (row_tile * 2 + step) * 4, right, step * 2, step_sums, 0)
+                    first = (row_tile * 8 + columns * 4 + column) * 4
+                    for place in range(4):
+                        sums[first + place] += step_sums[place]
+
+    @cuda.jit(device=True)
     def add_values(shared, cell, place, weights, mends, errors, buffers, sums):
         queries, heads, group, contexts, first_key, last_key, first_dim, dims = place
         words = buffers[0]
@@ -372,6 +435,13 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
             for step in range(_TILE_WEIGHTS // step_weights):
                 load_values(shared, np.int32(lane_cell + step * 2 * step_weights * value_pitch), words)
                 add_step(shared, weights, step * step_weights, buffers, sums)
+        elif exact and not mends:
+            step = np.int32(0)
+            while step < _TILE_WEIGHTS // (2 * step_weights):
+                add_two_steps(shared, lane_cell, weights, buffers, sums)
+                rotate_two_steps(weights)
+                lane_cell = np.int32(lane_cell + 4 * step_weights * value_pitch)
+                step = opaque(np.int32(step + 1))
         else:
             step = np.int32(0)
             while step < _TILE_WEIGHTS // step_weights:
@@ -386,4 +456,7 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                 lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
                 step = opaque(np.int32(step + 1))
 
-    return ScoreTiles(start_piece, finish_pieces, put_piece, stage, add_products, keep_queries, add_kept, add_values)
+    return ScoreTiles(
+        start_piece, finish_pieces, put_piece, stage, stage_tiles, add_products, add_roughly, keep_queries, add_kept,
+        add_values,
+    )  # fmt: skip

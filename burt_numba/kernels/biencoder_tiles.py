@@ -32,7 +32,7 @@ from burt_numba.biencoder_launches import (
     VALUE_DIMS,
     stretches_of,
 )
-from burt_numba.device.async_copies import shared_address, wait_for_copies
+from burt_numba.device.async_copies import close_group, shared_address, wait_for_copies, wait_for_older_groups
 from burt_numba.device.attention import context_count, report_sum, smallest_weight
 from burt_numba.device.entropy import (
     GAP_RANGE,
@@ -67,9 +67,9 @@ from burt_numba.device.own_queries import (
     search_few,
     take_own,
 )
-from burt_numba.device.query_tiles import query_tiles
+from burt_numba.device.query_tiles import LARGEST_TAME, query_tiles
 from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
-from burt_numba.device.score_tiles import own_place, own_start, score_tiles
+from burt_numba.device.score_tiles import SQUARE_SUMS, own_place, own_start, score_tiles
 from burt_numba.device.staged_rows import PIECES
 from burt_numba.device.tensor_cores import pair_of_halves
 from burt_numba.device.tile_results import TILE_SUMS, VALUE_SUMS, tile_results
@@ -81,6 +81,8 @@ from burt_numba.device.warp import (
     count_lanes_before,
     lanes_where,
     shuffle,
+    sync_warp,
+    warp_max,
     warp_sum,
     warp_sum3,
 )
@@ -89,12 +91,15 @@ _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
 _HALF_OF = np.float32(0.5)
-_ALL_SUMS = 4 * MOST_TILES_WARPS * WARP_QUERIES
 _MOST_THREADS = 32 * MOST_TILES_WARPS
-_ALL_PARKED = 5 * _MOST_THREADS
-"""What a lane knows of its query and does not need while it multiplies values, which takes all registers."""
-FLAW_SUMS = 4
-"""Sums of flaws that a lane adds up side by side."""
+_OWN_NUMBERS = 5 * _MOST_THREADS
+"""Of each query: sums of gathered ones by each warp, or what its lane does not need while it multiplies values, which
+takes all registers."""
+_FARTHEST_MAXIMUM = np.float32(16.0)
+"""From the one of the first pass, in units of t: from there on the sums are made again."""
+_BELOW = np.float32(1 - 2**-10)
+"""Of the lowest beta: so far a step below it is looked at, before it is taken to that one."""
+LARGEST_SQUARES = LARGEST_TAME * LARGEST_TAME
 _LARGEST_OFFSET = np.float32(2.0**20)
 _LARGEST_FACTOR = np.float32(2.0**80)
 """Up to these t may be a line of the products: see ``_is_steep``."""
@@ -153,17 +158,13 @@ def _gather(searching, own_row, half_maximum, factor, cells, shared, counts, max
 
 
 @cuda.jit(device=True)
-def _take_queries(gathers, half_maximum, factor, gathered, half_maxima, factors):
-    """Half the maximum and the factor of each query of a lane: of those gathered, or of its warp."""
-    if gathers:
-        gathered_maxima, gathered_factors = gathered
-        for slot in range(SLOTS):
-            row = np.int32((slot >> 1) * 16 + (slot & 1) * 8 + (cuda.laneid >> 2))
-            half_maxima[slot] = gathered_maxima[row]
-            factors[slot] = gathered_factors[row]
-    else:
-        give(half_maximum, half_maxima)
-        give(factor, factors)
+def _take_gathered(gathered, half_maxima, factors):
+    """Half the maximum and the factor of each gathered query of a lane."""
+    gathered_maxima, gathered_factors = gathered
+    for slot in range(SLOTS):
+        row = np.int32((slot >> 1) * 16 + (slot & 1) * 8 + (cuda.laneid >> 2))
+        half_maxima[slot] = gathered_maxima[row]
+        factors[slot] = gathered_factors[row]
 
 
 def _add_weights(key_tiles: int, lift: float | None = None, clips: bool = True, by_lines: bool = False):
@@ -243,16 +244,19 @@ def _take_tops(products, tops, next_tops):
         next_tops[product] = maximum(next_tops[product], beaten)
 
 
-@cuda.jit(device=True)
-def _take_tops_of_two(products, more_products, tops, next_tops):
-    """The greater of two keys stands for both: two instructions a score, not three."""
-    for product in range(PRODUCTS):
-        greater = maximum(products[product], more_products[product])
-        beaten = minimum(tops[product], greater)
-        tops[product] = maximum(tops[product], greater)
-        next_tops[product] = maximum(next_tops[product], beaten)
+def _take_peaks_of(key_tiles: int):
+    """A function for the greatest product of each query of a lane, with so many tiles of keys at a time."""
+
+    @cuda.jit(device=True)
+    def take_peaks(products, peaks):
+        for product in range(4 * ROW_TILES * key_tiles):
+            slot = product // (4 * key_tiles) * 2 + ((product >> 1) & 1)
+            peaks[slot] = maximum(peaks[slot], products[product])
+
+    return take_peaks
 
 
+_take_peaks = _take_peaks_of(KEY_TILES)
 _add_all_weights = _add_weights(KEY_TILES)
 
 
@@ -262,7 +266,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
 
     ``chunks_made_for``: of a vector, 0 where it may have any number.
     """
-    half = kind == HALF
+    half, exact = kind == HALF, kind == EXACT
     width = 8 if half else 4
     chunk = 4 * width
     pieces_words = PIECES * width
@@ -292,7 +296,10 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     keeps = chunks_made_for > 0
     kept_words = ROW_TILES * chunks_made_for * 8 if keeps else 1
     keep_queries, add_kept = tiles.keep_queries, tiles.add_kept
-    add_part, add_kept_part = part_tiles.add_products, part_tiles.add_kept
+    add_part, add_kept_part, stage_tiles = part_tiles.add_products, part_tiles.add_kept, part_tiles.stage_tiles
+    part_keys = 8 * stretches
+    add_roughly = tiles.add_roughly
+    _take_part_peaks = _take_peaks_of(stretches)
 
     @cuda.jit(device=True)
     def make_stretch(shared, cells, dims, kept, buffers, products):
@@ -318,12 +325,83 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         if half:
             # Finite ones are never too large, and these instructions do not wait for those of the maxima.
             for product in range(PRODUCTS):
-                part = product % FLAW_SUMS
+                part = product % SQUARE_SUMS
                 flaws[part] = cuda.fma(products[product], _ZERO, flaws[part])
         else:
             for product in range(PRODUCTS):
                 bad |= not (abs(products[product]) <= product_limit)
         return bad
+
+    @cuda.jit(device=True)
+    def make_first(shared, cells, dims, product_limit, kept, flaws, buffers, products, more_products):
+        """Products for the first pass, and whether some are not fit for scores; or it leaves a flaw."""
+        bad = False
+        if exact:
+            add_roughly(shared, cells, dims, flaws, buffers, products)
+        else:
+            make_whole(shared, cells, dims, kept, buffers, products, more_products)
+            bad |= add_flaws(products, product_limit, flaws)
+            if stretches > 1:
+                bad |= add_flaws(more_products, product_limit, flaws)
+        return bad
+
+    @cuda.jit(device=True)
+    def evaluate_gathered(
+        keys, key_place, length, dims, shared, layout, gathered_cell, tile_cells, product_limit, flawed, steep,
+        gathered, kept, buffers, products, queries_by_lines, queries_exactly, moments, peaks, staging,
+    ):  # fmt: skip
+        """The sums of the gathered queries with the warp's part of the keys.
+
+        Each warp copies its keys by itself and waits for no other: there is too little to do for them to meet for it.
+        Of the space for keys and values it has its share, for two or three of its parts.
+        """
+        start, stride, dim_stride = key_place
+        keys_cell, pitch, pieces, lanes_shift = layout
+        half_maxima, factors, shifts = queries_exactly
+        parts, sums, seconds, thirds = moments
+        places = np.int32(3 if pitch <= 2 * value_pitch else 2)
+        part_cells = np.int32(part_keys * pitch)
+        own_cell = np.int32(keys_cell + (cuda.threadIdx.x >> 5) * places * part_cells)
+        step = np.int32((cuda.blockDim.x >> 5) * part_keys)
+        next_key = np.int32((cuda.threadIdx.x >> 5) * part_keys)
+        place = np.int32(0)
+        first_key = np.int32(next_key - (places - 1) * step)
+        while first_key < length:
+            if places > 2:
+                wait_for_older_groups()
+            else:
+                wait_for_copies()
+            sync_warp()  # keys are there, and those before are not needed any more
+            next_key = np.int32(first_key + (places - 1) * step)
+            if next_key < length:
+                part_place = (start, stride, dim_stride, next_key, np.int32(length - 1), np.int32(0))
+                next_cell = np.int32(own_cell + place * part_cells)
+                stage_tiles(keys, part_place, dims, pieces, lanes_shift, shared, next_cell, pitch, staging)
+            close_group()
+            place = np.int32(place + 1 if place + 1 < places else 0)
+            if first_key >= 0:
+                key_cell = np.int32(own_cell + place * part_cells)
+                cells = (gathered_cell, tile_cells, key_cell, pitch)
+                whole = first_key + part_keys <= length and opaque(steep) == 0
+                if whole and keeps:
+                    add_kept_part(shared, key_cell, pitch, kept, buffers, products)
+                elif whole:
+                    add_part(shared, cells, dims, False, buffers, products)
+                else:
+                    scores_of_part(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
+                if exact:
+                    _take_part_peaks(products, peaks)
+                if whole:
+                    add_part_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
+                else:
+                    if by_lines:
+                        _take_gathered(gathered, half_maxima, factors)
+                        for slot in range(SLOTS):
+                            moved = _shift_of(half_maxima[slot], factors[slot])
+                            shifts[slot] = moved if opaque(steep) == 0 else _ZERO
+                    add_weights_of_part(products, queries_exactly, True, parts, seconds, thirds)
+                _add_parts(parts, sums)
+            first_key = opaque(np.int32(first_key + step))
 
     @cuda.jit(device=True)
     def carries_any(weights, shares, smallest, mends):
@@ -423,18 +501,17 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         gathered_counts = cuda.shared.array(MOST_TILES_WARPS, np.int32)
         gathered_maxima = cuda.shared.array(WARP_QUERIES, np.float32)
         gathered_factors = cuda.shared.array(WARP_QUERIES, np.float32)
-        gathered_sums = cuda.shared.array(_ALL_SUMS, np.float32)
-        parked = cuda.shared.array(_ALL_PARKED, np.float32)
+        own_numbers = cuda.shared.array(_OWN_NUMBERS, np.float32)
         piece_words = cuda.local.array(pieces_words, np.uint32)
         piece_numbers = cuda.local.array(pieces_words, np.float32)
         words = cuda.local.array(TILE_PRODUCTS, np.uint32)
         numbers = cuda.local.array(TILE_PRODUCTS, np.float32)
         low = cuda.local.array(TILE_PRODUCTS, np.float32)
         left_words = cuda.local.array(8, np.uint32)
-        left = cuda.local.array(8, np.float32)
-        left_low = cuda.local.array(8, np.float32)
+        left = cuda.local.array(16, np.float32)
+        left_low = cuda.local.array(16, np.float32)
         step_sums = cuda.local.array(4, np.float32)
-        flaws = cuda.local.array(FLAW_SUMS, np.float32)
+        flaws = cuda.local.array(SQUARE_SUMS, np.float32)
         kept = cuda.local.array(kept_words, np.uint32)
         products = cuda.local.array(PRODUCTS, np.float32)
         more_products = cuda.local.array(PRODUCTS, np.float32)
@@ -451,14 +528,15 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         firsts = cuda.local.array(SLOTS, np.float32)
         seconds = cuda.local.array(SLOTS, np.float32)
         thirds = cuda.local.array(SLOTS, np.float32)
+        peaks = cuda.local.array(SLOTS, np.float32)
         lost_totals = cuda.local.array(SLOTS, np.float32)
         lost_firsts = cuda.local.array(SLOTS, np.float32)
         shares = cuda.local.array(SLOTS, np.float32)
         finals = cuda.local.array(SLOTS, np.float32)
         shifts = cuda.local.array(SLOTS, np.float32)
-        right = cuda.local.array(2, np.float32)
+        right = cuda.local.array(4, np.float32)
         right_words = cuda.local.array(2, np.uint32)
-        right_low = cuda.local.array(2, np.float32)
+        right_low = cuda.local.array(4, np.float32)
         results = cuda.local.array(VALUE_SUMS, np.float32)
         stored = cuda.local.array(width, np.float32)
         lane = np.int32(cuda.laneid)
@@ -501,7 +579,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         staging = (piece_words, piece_numbers, shared_address(shared))
         keys_start = own_start(keys_origin, keys_sample_stride, keys_head_stride, heads, group, queries)
         key_place = (keys_start, key_stride, key_dim_stride)
-        put_queries(
+        large = put_queries(
             query,
             (query_start, query_stride, query_dim_stride),
             valid,
@@ -532,6 +610,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         for slot in range(SLOTS):
             shifts[slot] = _ZERO
         sums = (totals, lost_totals, firsts, lost_firsts)
+        moments = (parts, sums, seconds, thirds)
 
         # Of each query, the two greatest products of each class of keys: of those at the same place of a stretch.
         for each in range(FEW):
@@ -539,15 +618,17 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         if keeps:
             keep_queries(shared, first_cell, tile_cells, kept)
         flawed = False
+        # Where a search follows, a start by fewer bits will do: it finds the exact maximum.
+        is_rough = exact and bound <= FLOAT32_MAX
         passes = True
         while passes:
-            # A second pass, where the first has met what is not finite.
+            # A second pass, where the first has met what is not finite, or too large to be sure of.
             mends = flawed
-            bad = False
+            bad = is_rough and large
             for product in range(PRODUCTS):
                 tops[product] = NEGATIVE_INFINITY
                 next_tops[product] = NEGATIVE_INFINITY
-            for part in range(FLAW_SUMS):
+            for part in range(SQUARE_SUMS):
                 flaws[part] = _ZERO
             # A round before the first stretch only asks for it, in each pass.
             first_key = np.int32(-span)
@@ -559,15 +640,14 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                 next_key = np.int32(first_key + span)
                 stage_keys(keys, key_place, next_key, length, dims, shared, layout, buffer, staging)
                 if valid > 0 and first_key >= 0:
-                    if next_key <= length and not mends:
+                    if next_key <= length and not mends and (is_rough or not exact):
                         cells = (first_cell, tile_cells, stretch_cell, key_pitch)
-                        make_whole(shared, cells, dims, kept, buffers, products, more_products)
-                        bad |= add_flaws(products, product_limit, flaws)
+                        bad |= make_first(
+                            shared, cells, dims, product_limit, kept, flaws, buffers, products, more_products
+                        )
                         if stretches > 1:
-                            bad |= add_flaws(more_products, product_limit, flaws)
-                            _take_tops_of_two(products, more_products, tops, next_tops)
-                        else:
-                            _take_tops(products, tops, next_tops)
+                            _take_tops(more_products, tops, next_tops)
+                        _take_tops(products, tops, next_tops)
                         first_key = next_key
                     while first_key < min(next_key, length):
                         cells = (first_cell, tile_cells, stretch_cell, key_pitch)
@@ -579,8 +659,8 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         first_key = opaque(np.int32(first_key + STRETCH))
                         stretch_cell = np.int32(stretch_cell + STRETCH * key_pitch)
                 first_key = opaque(next_key)
-            for part in range(FLAW_SUMS):
-                bad |= flaws[part] != _ZERO
+            for part in range(SQUARE_SUMS):
+                bad |= not (flaws[part] <= LARGEST_SQUARES)
             flawed = cuda.syncthreads_or(np.int32(bad)) != 0
             passes = flawed and not mends
         lowest_beta = first_beta(temperature_min, temperature_max)
@@ -613,6 +693,8 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
             gap = minimum((half_maximum - _HALF_OF * runner_up) * bits, gap_limit)
             low_beta = beta_of_two(gap, bound, lowest_beta, highest_beta)
             beta, total, _entropy = search_few(few, False, bound, low_beta, highest_beta, max_iterations)
+            if is_rough and not flawed:
+                low_beta = _BELOW * lowest_beta
         # Without a bound nothing is searched for.
         searching = owns and bound <= FLOAT32_MAX
         if not searching:
@@ -658,7 +740,11 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         gathered_factors,
                     )
                 gathered = (gathered_maxima, gathered_factors)
-                _take_queries(gathers, half_maximum, factor, gathered, half_maxima, factors)
+                if gathers:
+                    _take_gathered(gathered, half_maxima, factors)
+                else:
+                    give(half_maximum, half_maxima)
+                    give(factor, factors)
                 steep = False
                 for slot in range(SLOTS if by_lines else 0):
                     slopes[slot] = -_HALF_OF * factors[slot]
@@ -676,7 +762,16 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     thirds[slot] = _ZERO
                 keys_start = own_start(keys_origin, keys_sample_stride, keys_head_stride, heads, group, queries)
                 key_place = (keys_start, key_stride, key_dim_stride)
-                first_key = np.int32(-span)
+                if exact:
+                    for slot in range(SLOTS):
+                        peaks[slot] = NEGATIVE_INFINITY
+                if gathers:
+                    evaluate_gathered(
+                        keys, key_place, length, dims, shared, layout, gathered_cell, tile_cells, product_limit, flawed,
+                        steep, gathered, kept, buffers, products, queries_by_lines, queries_exactly, moments, peaks,
+                        staging,
+                    )  # fmt: skip
+                first_key = np.int32(length if gathers else -span)
                 while first_key < length:
                     stretch_cell = np.int32(keys_cell + buffer * STRETCH * key_pitch)
                     buffer ^= np.int32(stretches)
@@ -687,33 +782,17 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     whole = next_key <= length and opaque(steep) == 0
                     if by_lines and not whole:
                         # Made anew: kept all along, they would take registers.
-                        _take_queries(gathers, opaque(half_maximum), factor, gathered, half_maxima, factors)
+                        give(opaque(half_maximum), half_maxima)
+                        give(factor, factors)
                         for slot in range(SLOTS):
                             moved = _shift_of(half_maxima[slot], factors[slot])
                             shifts[slot] = moved if opaque(steep) == 0 else _ZERO
-                    if first_key >= 0 and gathers:
-                        tile = warp
-                        while tile < KEY_TILES:
-                            first = np.int32(first_key + 8 * stretches * tile)
-                            key_cell = np.int32(stretch_cell + 8 * stretches * tile * key_pitch)
-                            cells = (gathered_cell, tile_cells, key_cell, key_pitch)
-                            if whole:
-                                if keeps:
-                                    add_kept_part(shared, key_cell, key_pitch, kept, buffers, products)
-                                else:
-                                    add_part(shared, cells, dims, False, buffers, products)
-                                add_part_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
-                            else:
-                                scores_of_part(
-                                    shared, cells, first, length, product_limit, dims, flawed, buffers, products
-                                )
-                                add_weights_of_part(products, queries_exactly, True, parts, seconds, thirds)
-                            _add_parts(parts, sums)
-                            tile = opaque(np.int32(tile + warps))
-                    elif first_key >= 0 and evaluates:
+                    if first_key >= 0 and evaluates:
                         if whole:
                             cells = (first_cell, tile_cells, stretch_cell, key_pitch)
                             make_whole(shared, cells, dims, kept, buffers, products, more_products)
+                            if exact:
+                                _take_peaks(products, peaks)
                             add_all_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
                             if stretches > 1:
                                 add_all_by_lines(more_products, queries_by_lines, False, parts, seconds, thirds)
@@ -724,6 +803,8 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                             scores_again(
                                 shared, cells, first_key, length, product_limit, dims, flawed, buffers, products
                             )
+                            if exact:
+                                _take_peaks(products, peaks)
                             _add_all_weights(products, queries_exactly, True, parts, seconds, thirds)
                             _add_parts(parts, sums)
                             first_key = opaque(np.int32(first_key + STRETCH))
@@ -736,36 +817,54 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     thirds[slot] = warp_sum(thirds[slot], 4, FULL_MASK)
                 new_total, first = own_number(totals, turn), own_number(firsts, turn)
                 second, third = own_number(seconds, turn), own_number(thirds, turn)
+                peak = NEGATIVE_INFINITY
+                if exact:
+                    for slot in range(SLOTS):
+                        peaks[slot] = warp_max(peaks[slot], 4, FULL_MASK)
+                    peak = own_number(peaks, turn)
                 if gathers:
-                    part = np.int32(4 * (warp * WARP_QUERIES + opaque(own_row)))
+                    part = np.int32(warp * WARP_QUERIES + opaque(own_row))
                     if turn < SLOTS:
-                        set_element(gathered_sums, np.int64(part), new_total)
-                        set_element(gathered_sums, np.int64(part + 1), first)
-                        set_element(gathered_sums, np.int64(part + 2), second)
-                        set_element(gathered_sums, np.int64(part + 3), third)
+                        set_element(own_numbers, np.int64(part), new_total)
+                        set_element(own_numbers, np.int64(part + _MOST_THREADS), first)
+                        set_element(own_numbers, np.int64(part + 2 * _MOST_THREADS), second)
+                        set_element(own_numbers, np.int64(part + 3 * _MOST_THREADS), third)
+                        if exact:
+                            set_element(own_numbers, np.int64(part + 4 * _MOST_THREADS), peak)
                     cuda.syncthreads()  # the sums of all warps are there
-                    new_total, first, second, third = _ZERO, _ZERO, _ZERO, _ZERO
-                    part = np.int32(4 * place)
-                    while searching and part < 4 * warps * WARP_QUERIES:
-                        new_total += element_at(gathered_sums, np.int64(part))
-                        first += element_at(gathered_sums, np.int64(part + 1))
-                        second += element_at(gathered_sums, np.int64(part + 2))
-                        third += element_at(gathered_sums, np.int64(part + 3))
-                        part = opaque(np.int32(part + 4 * WARP_QUERIES))
-                if searching:
+                    new_total, first, second, third, peak = _ZERO, _ZERO, _ZERO, _ZERO, NEGATIVE_INFINITY
+                    part = place
+                    while searching and part < warps * WARP_QUERIES:
+                        new_total += element_at(own_numbers, np.int64(part))
+                        first += element_at(own_numbers, np.int64(part + _MOST_THREADS))
+                        second += element_at(own_numbers, np.int64(part + 2 * _MOST_THREADS))
+                        third += element_at(own_numbers, np.int64(part + 3 * _MOST_THREADS))
+                        if exact:
+                            peak = maximum(peak, element_at(own_numbers, np.int64(part + 4 * _MOST_THREADS)))
+                        part = opaque(np.int32(part + WARP_QUERIES))
+                resolved = True
+                rescaled = _ONE
+                if exact and searching and peak > NEGATIVE_INFINITY:
+                    # Only now the maximum is exact. Where the one before was so far off that sums may have overflowed
+                    # or vanished, they are made once more.
+                    moved = (_HALF_OF * peak - half_maximum) * factor
+                    half_maximum = _HALF_OF * peak
+                    resolved = not (abs(moved) > _FARTHEST_MAXIMUM)
+                    rescaled = exp2(-moved)
+                if searching and resolved:
                     # Made again from little: a number kept over a pass over the keys is a register less for it.
                     bound_limit, lowest_accepted, aim = accepted_limits(opaque(bound))
                     lowest_beta = first_beta(opaque(temperature_min), temperature_max)
                     highest_beta = last_beta(opaque(temperature_min), lowest_beta)
                     new_entropy = entropy_of(new_total, first)
                     if new_entropy <= bound_limit:
-                        high_beta, total = beta, new_total
+                        high_beta, total = beta, new_total * rescaled
                         bracketed = True
                         searching = new_entropy < lowest_accepted and beta > lowest_beta
                     else:
                         low_beta = beta
                         if beta >= highest_beta:
-                            total = new_total
+                            total = new_total * rescaled
                             searching = False
                     if step >= max_iterations:
                         searching = False
@@ -778,9 +877,13 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                             beta = next_beta(
                                 step, beta, new_entropy, variance, bend, low_beta, high_beta, bracketed, aim
                             )
-                            untried = trusts and step < max_iterations - 1 and is_near(new_entropy, aim)
+                            # A start that is no proof may have been too high.
+                            beta = maximum(beta, lowest_beta)
+                            # The highest one ends the search, whatever the entropy there.
+                            is_last = beta >= highest_beta
+                            untried = trusts and step < max_iterations - 1 and (is_last or is_near(new_entropy, aim))
                             if untried:
-                                total = new_total
+                                total = new_total * rescaled
                                 searching = False
                     step = np.int32(step + 1)
                 remaining = cuda.syncthreads_count(np.int32(searching))
@@ -798,11 +901,11 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                 # Where there is no query, no value has weight.
                 give(_HALF_OF * exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
             own_cell = np.int64(cuda.threadIdx.x)
-            set_element(parked, own_cell, half_maximum)
-            set_element(parked, own_cell + _MOST_THREADS, beta)
-            set_element(parked, own_cell + 2 * _MOST_THREADS, low_beta)
-            set_element(parked, own_cell + 3 * _MOST_THREADS, high_beta)
-            set_element(parked, own_cell + 4 * _MOST_THREADS, bound)
+            set_element(own_numbers, own_cell, half_maximum)
+            set_element(own_numbers, own_cell + _MOST_THREADS, beta)
+            set_element(own_numbers, own_cell + 2 * _MOST_THREADS, low_beta)
+            set_element(own_numbers, own_cell + 3 * _MOST_THREADS, high_beta)
+            set_element(own_numbers, own_cell + 4 * _MOST_THREADS, bound)
             mends = False
             adding = True
             while adding:
@@ -851,7 +954,9 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                             )
                             if by_lines:
                                 for slot in range(SLOTS):
-                                    half_maxima[slot] = element_at(parked, np.int64((cuda.threadIdx.x & ~3) + slot))
+                                    half_maxima[slot] = element_at(
+                                        own_numbers, np.int64((cuda.threadIdx.x & ~3) + slot)
+                                    )
                                     factors[slot] = -_TWO * slopes[slot]
                                     is_moved = opaque(steep) == 0 and not mends
                                     shifts[slot] = _shift_of(half_maxima[slot], factors[slot]) if is_moved else _ZERO
@@ -876,16 +981,17 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                     bad |= not (abs(results[place]) <= FLOAT32_MAX)
                 bad = cuda.syncthreads_or(np.int32(bad)) != 0
                 own_cell = np.int64(opaque(np.int32(cuda.threadIdx.x)))
-                half_maximum = element_at(parked, own_cell)
-                beta = element_at(parked, own_cell + _MOST_THREADS)
-                low_beta = element_at(parked, own_cell + 2 * _MOST_THREADS)
-                high_beta = element_at(parked, own_cell + 3 * _MOST_THREADS)
-                bound = element_at(parked, own_cell + 4 * _MOST_THREADS)
+                half_maximum = element_at(own_numbers, own_cell)
+                beta = element_at(own_numbers, own_cell + _MOST_THREADS)
+                low_beta = element_at(own_numbers, own_cell + 2 * _MOST_THREADS)
+                high_beta = element_at(own_numbers, own_cell + 3 * _MOST_THREADS)
+                bound = element_at(own_numbers, own_cell + 4 * _MOST_THREADS)
                 total, first = exp2(-lift) * own_number(totals, turn), exp2(-lift) * own_number(firsts, turn)
                 entropy = entropy_of(total, first)
                 if first_dim == 0:
                     bound_limit, lowest_accepted, _aim = accepted_limits(opaque(bound))
-                    if untried and not (lowest_accepted <= entropy <= bound_limit):
+                    ends = beta >= last_beta(opaque(temperature_min), first_beta(temperature_min, temperature_max))
+                    if untried and not (entropy >= lowest_accepted and (ends or entropy <= bound_limit)):
                         searching, trusts, untried = True, False, False
                     remaining = cuda.syncthreads_count(np.int32(searching))
                 adding = bad and remaining == 0 and not mends
