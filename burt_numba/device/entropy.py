@@ -219,7 +219,10 @@ def entropy_search(evaluate):
 
 _STEPS_OF_TWO = 4
 _SAFE_SHARE = np.float32(1 - 2**-8)
-_NEAR_SHARE = np.float32(0.16)
+NEAR_SHARE = np.float32(0.16)
+NEAR_ROUGH_SHARE = np.float32(0.08)
+"""Of the aim, from an evaluation where the start was exact or not: an exact start is far off where many contexts count,
+for which a step is longer right than for two."""
 _NEAR_SQUARE = np.float32(0.06**2)
 
 
@@ -239,13 +242,13 @@ def beta_of_two(gap, bound, lowest_beta, highest_beta):
 
 
 @cuda.jit(device=True)
-def is_near(entropy, aim):
-    """Whether a step of ``next_beta`` with a bend is likely to end within the band.
+def is_near(entropy, aim, share):
+    """Whether a step of ``next_beta`` with a bend is likely to end within the band: nearer than this share of the aim.
 
     Its error is of third order in ln H, by a factor that grows with H: the bounds are measured (docs/performance.md).
     """
     distance = abs(entropy - aim)
-    return distance < _NEAR_SHARE * aim and distance * distance < _NEAR_SQUARE * aim
+    return distance < share * aim and distance * distance < _NEAR_SQUARE * aim
 
 
 _COLUMNS_A_PART = 64

@@ -36,6 +36,8 @@ from burt_numba.device.async_copies import close_group, shared_address, wait_for
 from burt_numba.device.attention import context_count, report_sum, smallest_weight
 from burt_numba.device.entropy import (
     GAP_RANGE,
+    NEAR_ROUGH_SHARE,
+    NEAR_SHARE,
     accepted_limits,
     bend_of,
     beta_of_two,
@@ -285,6 +287,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     rotate_few = rotate_elements(FEW, STRETCH)
     # Exact products are worth an exact difference.
     by_lines = kind != EXACT
+    near_share = NEAR_ROUGH_SHARE if exact else NEAR_SHARE
     # Products of float16 numbers are below 2**41, so that t is a number.
     clips = not half
     weigh, weigh_by_lines = _add_weights(KEY_TILES, float(lift)), _add_weights(KEY_TILES, float(lift), clips, by_lines)
@@ -881,7 +884,11 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                             beta = maximum(beta, lowest_beta)
                             # The highest one ends the search, whatever the entropy there.
                             is_last = beta >= highest_beta
-                            untried = trusts and step < max_iterations - 1 and (is_last or is_near(new_entropy, aim))
+                            untried = (
+                                trusts
+                                and step < max_iterations - 1
+                                and (is_last or is_near(new_entropy, aim, near_share))
+                            )
                             if untried:
                                 total = new_total * rescaled
                                 searching = False
