@@ -49,7 +49,7 @@ if SIMULATED:
 
         For rare paths inside loops, whose addresses would else be kept in registers all along.
         """
-        return number if isinstance(number, np.float32) else np.int32(number)
+        return number if isinstance(number, (np.float32, np.int32)) else np.int32(number)
 
     def choose(condition, a, b):
         """One of two float32 values, without a branch and where it stands.

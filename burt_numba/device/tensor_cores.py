@@ -12,6 +12,8 @@ Which places of the inner axis are called t and t + 4 is the caller's choice, as
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from burt_numba.backend import SIMULATED
@@ -21,8 +23,14 @@ _KEPT = 0xFFFFE000
 _HALF = 0x1000
 
 if SIMULATED:
-    from burt_numba import simulator
+    from burt_numba.simulator import multiply_add as multiply_add
     from burt_numba.target import SIMULATED_CAPABILITY
+
+    # Numbers and their bits: views of scalars take ten times as long. No thread is interrupted in between.
+    _cell = np.zeros(1, np.float32)
+    _cell_bits = memoryview(_cell).cast("B").cast("I")
+    _words = np.zeros(3, np.uint32)
+    _word_halves, _word_numbers = _words.view(np.uint16), _words.view(np.float16)
 
     def has_tensor_cores():
         """Whether ``multiply_add`` may be called."""
@@ -31,48 +39,40 @@ if SIMULATED:
     def split(values, high, low, place):
         """A float32 number as the sum of two of 11 significant bits, but for 2**-21 of it, or 2**-136."""
         value = values[place]
-        rounded = _number(_bits(value) + _HALF)
-        high[place] = rounded
-        with np.errstate(all="ignore"):
-            low[place] = _number(_bits(value - rounded))
+        upper = _kept(value, _HALF)
+        high[place] = upper
+        low[place] = _kept(value - upper, 0)
 
     def cut(values, high, low, place):
         """As ``split``, but cut: quicker, and all but 2**-20 of the number."""
         value = values[place]
-        high[place] = _number(_bits(value))
-        with np.errstate(all="ignore"):
-            low[place] = value - high[place]
+        upper = _kept(value, 0)
+        high[place] = upper
+        low[place] = value - upper
 
     def rounded(value):
         """A float32 number to the nearest of 11 significant bits, of two as near the one farther from 0."""
-        return _number(_bits(value) + _HALF) if np.isfinite(value) else value
+        return _kept(value, _HALF) if math.isfinite(value) else value
 
     def pair_of_halves(first, second):
         """Two float32 numbers as a word of two float16 numbers, the first in the lower bits."""
-        with np.errstate(over="ignore"):
-            return np.array([first, second], np.float16).view(np.uint32)[0]
+        _word_numbers[0] = first
+        _word_numbers[1] = second
+        return _words[0]
 
     def halves_beside(first, second, upper):
         """A half of each of two words, the lower or the upper one, as a word."""
-        shift = 16 * upper
-        return np.uint32((int(first) >> shift & 0xFFFF) | (int(second) >> shift & 0xFFFF) << 16)
+        _words[0] = first
+        _words[1] = second
+        _word_halves[4] = _word_halves[upper]
+        _word_halves[5] = _word_halves[2 + upper]
+        return _words[2]
 
-    def _bits(value):
-        return int(value.view(np.uint32))
-
-    def _number(bits):
-        return np.uint32(bits & _KEPT).view(np.float32)
-
-    def multiply_add(a, a_first, b, b_first, sums, first):
-        """One step on the cells of three local arrays from a place on; all lanes of a warp call it.
-
-        ``b`` holds float32 numbers, or words of two float16 numbers, and ``a`` the same, or its bits.
-        """
-        words = [a[a_first + cell].view(np.uint32) for cell in range(4)]
-        words += [b[b_first + cell].view(np.uint32) for cell in range(2)]
-        own = [sums[first + cell] for cell in range(4)]
-        for cell, value in enumerate(simulator.multiply_add(words, own, b.dtype != np.float32)):
-            sums[first + cell] = value
+    def _kept(value, added):
+        """What a tensor core takes of a float32 number, to whose bits something is added before."""
+        _cell[0] = value
+        _cell_bits[0] = _cell_bits[0] + added & _KEPT
+        return _cell[0]
 
 else:
     from llvmlite import ir

@@ -33,9 +33,13 @@ if SIMULATED:
     @cache
     def load_vector(count: int):
         def load(source, index, words, first):
-            raw = np.zeros(count, np.uint32).view(source.dtype)
-            raw[:count] = read_elements(source, index, count)
-            words[first : first + count] = raw.view(np.uint32)
+            elements = read_elements(source, index, count)
+            if elements.itemsize < 4:
+                # What the elements do not fill is zero.
+                filled = np.zeros(count, np.uint32).view(elements.dtype)
+                filled[:count] = elements
+                elements = filled
+            words[first : first + count] = elements.view(np.uint32)
 
         return load
 
@@ -52,9 +56,13 @@ if SIMULATED:
     @cache
     def unpack_vectors(count: int, vectors: int):
         def unpack(source, words, registers):
-            used = max(count * source.dtype.itemsize // 4, 1)
+            element = source.dtype
+            if element.itemsize == 4:
+                registers[: vectors * count] = read_elements(words, 0, vectors * count).view(element)
+                return
+            used = max(count * element.itemsize // 4, 1)
             for first in range(0, vectors * count, count):
-                registers[first : first + count] = read_elements(words, first, used).view(source.dtype)[:count]
+                registers[first : first + count] = read_elements(words, first, used).view(element)[:count]
 
         return unpack
 

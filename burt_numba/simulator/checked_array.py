@@ -349,28 +349,29 @@ def _same_bits(array: Array, index: Any, value: Any) -> bool:
     return array[index].tobytes() == array.dtype.type(value).tobytes()
 
 
-def _require_vector(array: Any, start: int, count: int) -> None:
-    if start < 0 or start + count > array.size:
-        error = OutOfBoundsError(f"vector of {count} elements at {start} of an array of {array.size}")
-        error.names_its_place = False
-        raise error
+def _outside_vector(array: Any, start: int, count: int) -> OutOfBoundsError:
+    error = OutOfBoundsError(f"vector of {count} elements at {start} of an array of {array.size}")
+    error.names_its_place = False
+    return error
 
 
 def read_elements(array: Any, start: int, count: int) -> Array:
     """Consecutive elements of a one-dimensional array, as the vector load of a kernel reads them."""
-    _require_vector(array, start, count)
+    if start < 0 or start + count > array.size:
+        raise _outside_vector(array, start, count)
     part = array[start : start + count]
-    return part.read_all(_getframe(2)) if isinstance(part, CheckedArray) else part
+    return part.read_all(_getframe(2)) if type(part) is CheckedArray else part
 
 
 def write_elements(array: Any, start: int, values: Array) -> None:
     """Store in consecutive elements of a one-dimensional array, as the vector store of a kernel does."""
-    _require_vector(array, start, len(values))
-    part = array[start : start + len(values)]
-    if isinstance(part, CheckedArray):
-        part.write_all(values, _getframe(2))
+    end = start + len(values)
+    if start < 0 or end > array.size:
+        raise _outside_vector(array, start, len(values))
+    if type(array) is CheckedArray:
+        array[start:end].write_all(values, _getframe(2))
     else:
-        part[...] = values
+        array[start:end] = values
 
 
 # --- arrays of a launch ---------------------------------------------------------------------------------------------

@@ -266,26 +266,64 @@ def match_all_sync(mask: int, value: Any) -> tuple[int, bool]:
     return group.result
 
 
-def multiply_add(words: list[Any], sums: list[Any], halves: bool) -> Any:
-    """One step of a tensor core (``device.tensor_cores``): what each lane brings, and the four sums it takes away.
+def _places_of_factors(numbers: int) -> tuple[Any, Any]:
+    """Where both factors of a tensor core's step lie in what the lanes bring: 10 words of so many numbers each."""
+    places = np.arange(WARP_SIZE * 10 * numbers).reshape(8, 4, 10, numbers)
+    # Cells [g][t], rows 8 further, words 4 further, both.
+    left = places[:, :, :4].reshape(8, 4, 2, 2, -1).transpose(3, 0, 2, 1, 4).reshape(16, -1)
+    return left, places[:, :, 4:6].transpose(2, 1, 3, 0).reshape(-1, 8)
 
-    ``words``: of both factors, float32 numbers or two float16 numbers each.
+
+_PLACES_OF_WORDS, _PLACES_OF_HALVES = _places_of_factors(1), _places_of_factors(2)
+_PLACES_OF_SUMS = (
+    np.arange(WARP_SIZE * 10).reshape(8, 4, 10)[:, :, 6:].reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
+)
+_TENSOR_CORE_BITS = np.uint32(0xFFFFE000)
+_BROUGHT_BYTES = 40
+
+
+def _step_of_warp(brought: bytes, halves: bool) -> Any:
+    """The sums of all lanes, four each, from what they bring: words of the left factor, of the right one, and sums."""
+    if halves:
+        places, numbers = _PLACES_OF_HALVES, np.frombuffer(brought, np.float16)
+    else:
+        places, numbers = _PLACES_OF_WORDS, (np.frombuffer(brought, np.uint32) & _TENSOR_CORE_BITS).view(np.float32)
+    numbers = numbers.astype(np.float64)
+    product = numbers.take(places[0]) @ numbers.take(places[1])
+    sums = (np.frombuffer(brought, np.float32).take(_PLACES_OF_SUMS) + product).astype(np.float32)
+    return sums.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP_SIZE, 4)
+
+
+def multiply_add(a: Any, a_first: int, b: Any, b_first: int, sums: Any, first: int) -> None:
+    """One step of a tensor core on the cells of three local arrays from a place on; all lanes of a warp call it.
+
+    ``b`` holds float32 numbers, or words of two float16 numbers, and ``a`` the same, or its bits.
     """
-    thread, group = _join("multiply_add", FULL_MASK, (words, sums))
+    checked = type(sums) is CheckedArray
+    if checked:
+        frame = _getframe(1)
+        cells = ((a, a_first, 4), (b, b_first, 2), (sums, first, 4))
+        brought = b"".join(
+            array.load(start + cell, frame).tobytes() for array, start, count in cells for cell in range(count)
+        )
+    else:
+        brought = (
+            a[a_first : a_first + 4].tobytes() + b[b_first : b_first + 2].tobytes() + sums[first : first + 4].tobytes()
+        )
+        if len(brought) != _BROUGHT_BYTES:
+            raise IndexError(
+                f"multiply_add: cells {a_first} to {a_first + 3} of {len(a)}, {b_first} to {b_first + 1} of {len(b)}, "
+                f"{first} to {first + 3} of {len(sums)}"
+            )
+    thread, group = _join("multiply_add", FULL_MASK, brought)
     if group.result is None:
-        brought = [group.values[lane] for lane in range(WARP_SIZE)]
-        factors = np.array([words for words, _ in brought], np.uint32)
-        numbers = factors.view(np.float16) if halves else (factors & np.uint32(0xFFFFE000)).view(np.float32)
-        values = numbers.astype(np.float64).reshape(8, 4, 6, -1)
-        # Cells [g][t], rows 8 further, words 4 further, both.
-        left = values[:, :, :4].reshape(8, 4, 2, 2, -1).transpose(3, 0, 2, 1, 4).reshape(16, -1)
-        right = values[:, :, 4:].transpose(2, 1, 3, 0).reshape(-1, 8)
-        added = np.array([sums for _, sums in brought], np.float32)
-        added = added.reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
-        with np.errstate(all="ignore"):
-            added = (added + left @ right).astype(np.float32)
-        group.result = added.reshape(2, 8, 4, 2).transpose(1, 2, 0, 3).reshape(WARP_SIZE, 4)
-    return group.result[thread.lane]
+        group.result = _step_of_warp(b"".join(group.values), b.dtype.char != "f")
+    result = group.result[thread.lane]
+    if checked:
+        for cell in range(4):
+            sums.store(first + cell, result[cell], frame)
+    else:
+        sums[first : first + 4] = result
 
 
 def activemask() -> int:
