@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Sequence
+from operator import index as as_integer
 from operator import itemgetter
 from sys import _getframe
 from typing import TYPE_CHECKING, Any
@@ -24,11 +24,13 @@ __tracebackhide__ = True  # pytest shows the kernel and the message
 
 Array = np.ndarray[Any, Any]
 
+_INTEGERS = frozenset({int, np.int32, np.int64, np.uint32, np.uint64})
+
 
 class Region:
     """A stretch of memory that arrays are views of. Places in it are offsets in bytes."""
 
-    __slots__ = ("address", "cells", "granule", "plain", "written")
+    __slots__ = ("address", "cells", "granule", "written")
 
     def __init__(self, address: int, granule: int):
         self.address = address
@@ -38,8 +40,6 @@ class Region:
         """By place, one a granule; None for memory that one thread alone has."""
         self.written: bytearray | None = None
         """A flag for each byte; None where everything counts as written."""
-        self.plain = 0
-        """The bytes of an element that is one granule of memory that several threads share; 0: there is none."""
 
     def split(self, granule: int) -> None:
         """Take smaller granules, for a view of smaller elements."""
@@ -75,7 +75,6 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         self._monitor = monitor
         if raw.itemsize < region.granule:
             region.split(raw.itemsize)
-        region.plain = region.granule if region.cells is not None else 0
         self._start = raw.__array_interface__["data"][0] - region.address
         self._steps = raw.strides
         self._bytes = raw.itemsize
@@ -88,26 +87,30 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     # --- one element ----------------------------------------------------------------------------------------------
 
-    # The hottest function of a checked launch: the common cases stand here in one piece.
+    # The hottest functions of a checked launch: the common cases stand here in one piece.
     def __getitem__(self, index: Any) -> Any:
         kind = type(index)
-        if kind is int and 0 <= index < self._bound:
-            place = self._start + index * self._step
-        else:
-            place = -1
-            if kind is tuple and len(index) == 2:
-                row, column = index
-                if type(row) is type(column) is int and 0 <= row < self._rows and 0 <= column < self._columns:
-                    place = self._start + row * self._row_step + column * self._step
-            if place < 0:
-                found = self._place(index, _getframe(1))
-                if found is None:
-                    return self._view(self._raw[index])
-                place, index = found
+        place = -1
+        if kind in _INTEGERS:
+            index = as_integer(index)
+            if 0 <= index < self._bound:
+                place = self._start + index * self._step
+        elif kind is tuple and len(index) == 2:
+            row, column = index
+            if type(row) is type(column) is int and 0 <= row < self._rows and 0 <= column < self._columns:
+                place = self._start + row * self._row_step + column * self._step
+        if place < 0:
+            found = self._place(index, _getframe(1))
+            if found is None:
+                return self._view(self._raw[index])
+            place, index = found
         region = self._region
         written = region.written
-        if region.plain == self._bytes and (written is None or written[place]):
-            cell = region.cells.get(place)  # type: ignore[union-attr]
+        if region.granule == self._bytes and (written is None or written[place]):
+            cells = region.cells
+            if cells is None:
+                return self._raw[index]
+            cell = cells.get(place)
             if cell is not None:
                 thread: Any = getcurrent()
                 if cell.quiet is not thread.block.epoch:
@@ -117,15 +120,21 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._raw[index]
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        if type(index) is int and 0 <= index < self._bound:
-            place = self._start + index * self._step
-        else:
+        place = -1
+        if type(index) in _INTEGERS:
+            index = as_integer(index)
+            if 0 <= index < self._bound:
+                place = self._start + index * self._step
+        if place < 0:
             found = self._place(index, _getframe(1))
             if found is None:
                 self._view(self._raw[index]).write_all(value, _getframe(1))
                 return
             place, index = found
-        self._write(place, index, value, _getframe(1))
+        if self._region.cells is None:
+            self._note_written(place, self._bytes)
+        else:
+            self._write(place, index, value, _getframe(1))
         self._raw[index] = value
 
     def load(self, index: Any, frame: Any) -> Any:
@@ -176,7 +185,7 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
             if part is None or part is Ellipsis or type(part) is slice:
                 self._check_view(indices, frame)
                 return None
-            part = operator.index(part)
+            part = as_integer(part)
             if not 0 <= part < size:
                 self._outside(axis, part, frame)
                 part %= size or 1
@@ -242,40 +251,77 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
             else:
                 for part in range(place, place + self._bytes, region.granule):
                     self._monitor.write(self.name, self._cell(part), thread, frame, index, same)
-        if region.written is not None:
-            region.written[place : place + self._bytes] = _ONES[self._bytes]
+        self._note_written(place, self._bytes)
+
+    def _is_written(self, place: int, size: int) -> bool:
+        written = self._region.written
+        return written is None or 0 not in written[place : place + size]
+
+    def _note_written(self, place: int, size: int) -> None:
+        written = self._region.written
+        if written is not None:
+            written[place : place + size] = b"\x01" * size
 
     def _require_written(self, place: int, index: Any, thread: Thread, frame: Any) -> None:
-        region = self._region
-        if 0 in region.written[place : place + self._bytes]:  # type: ignore[index]
-            self._monitor.report_unwritten(self.name, region.cells is None, thread, frame, index)
+        if not self._is_written(place, self._bytes):
+            self._monitor.report_unwritten(self.name, self._region.cells is None, thread, frame, index)
             if self._raw.dtype.kind in "iu":
                 # The report waits for the next barrier, and a loop to this number must come to it.
                 self._raw[index] = 0
 
     # --- several elements -----------------------------------------------------------------------------------------
 
+    def _is_own_run(self) -> bool:
+        """Whether one thread alone has the elements, and they lie one behind the other."""
+        return self._region.cells is None and self._raw.flags.c_contiguous
+
+    def load_run(self, start: int, count: int, frame: Any) -> Array:
+        """Consecutive elements of a vector, all of them there."""
+        step = self._step
+        if not (self._is_own_run() and self._is_written(self._start + start * step, count * step)):
+            for index in range(start, start + count):
+                self._read(self._start + index * step, index, frame)
+        return self._raw[start : start + count]
+
+    def store_run(self, start: int, values: Array, frame: Any) -> None:
+        """Store in consecutive elements of a vector, all of them there."""
+        step = self._step
+        if self._is_own_run():
+            self._note_written(self._start + start * step, len(values) * step)
+        else:
+            for place in range(len(values)):
+                self._write(self._start + (start + place) * step, start + place, values[place], frame)
+        self._raw[start : start + len(values)] = values
+
     def _view(self, raw: Any) -> CheckedArray:
         return CheckedArray(self.name, raw, self._region, self._monitor)
 
     def _elements(self) -> Iterator[tuple[int, tuple[int, ...]]]:
+        if self._raw.ndim == 1:
+            for place in range(len(self._raw)):
+                yield self._start + place * self._step, (place,)
+            return
         for index in np.ndindex(self._raw.shape):
             yield self._start + sum(i * step for i, step in zip(index, self._steps, strict=True)), index
 
     def read_all(self, frame: Any) -> Array:
         """The elements, each noted as read, in a new array."""
-        for place, index in self._elements():
-            self._read(place, index, frame)
+        if not (self._is_own_run() and self._is_written(self._start, self._raw.nbytes)):
+            for place, index in self._elements():
+                self._read(place, index, frame)
         return self._raw.copy()
 
     def write_all(self, value: Any, frame: Any) -> None:
         """Store in every element; ``value`` is broadcast."""
         if isinstance(value, CheckedArray):
             value = value.read_all(frame)
-        values = np.broadcast_to(value, self._raw.shape)
-        for place, index in self._elements():
-            self._write(place, index, values[index], frame)
-        self._raw[...] = values
+        if self._is_own_run():
+            self._note_written(self._start, self._raw.nbytes)
+        else:
+            values = np.broadcast_to(value, self._raw.shape)
+            for place, index in self._elements():
+                self._write(place, index, values[index], frame)
+        self._raw[...] = value
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         values = self.read_all(_getframe(1))
@@ -342,9 +388,6 @@ class CheckedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._view(self._raw.transpose(*axes))
 
 
-_ONES = [b"\x01" * size for size in range(33)]
-
-
 def _same_bits(array: Array, index: Any, value: Any) -> bool:
     return array[index].tobytes() == array.dtype.type(value).tobytes()
 
@@ -359,8 +402,9 @@ def read_elements(array: Any, start: int, count: int) -> Array:
     """Consecutive elements of a one-dimensional array, as the vector load of a kernel reads them."""
     if start < 0 or start + count > array.size:
         raise _outside_vector(array, start, count)
-    part = array[start : start + count]
-    return part.read_all(_getframe(2)) if type(part) is CheckedArray else part
+    if type(array) is CheckedArray:
+        return array.load_run(as_integer(start), count, _getframe(2))
+    return array[start : start + count]
 
 
 def write_elements(array: Any, start: int, values: Array) -> None:
@@ -369,7 +413,7 @@ def write_elements(array: Any, start: int, values: Array) -> None:
     if start < 0 or end > array.size:
         raise _outside_vector(array, start, len(values))
     if type(array) is CheckedArray:
-        array[start:end].write_all(values, _getframe(2))
+        array.store_run(as_integer(start), values, _getframe(2))
     else:
         array[start:end] = values
 

@@ -26,7 +26,7 @@ from burt_numba.simulator.ordering import (
     synchronise_lanes,
     unordered_atomic,
 )
-from burt_numba.simulator.places import call_chain, describe_chain, describe_place, index_text
+from burt_numba.simulator.places import Chain, call_chain, describe_chain, describe_place, index_text, is_at_chain
 
 if TYPE_CHECKING:
     from burt_numba.simulator.scheduler import Launch
@@ -162,7 +162,7 @@ class Monitor:
             for block in cluster.blocks:
                 block.epoch = block.epoch.after(grid_rounds=1)
 
-    def place(self) -> tuple[tuple[Any, int], ...] | None:
+    def place(self) -> Chain | None:
         """How the current thread came to where it is; None where that does not matter."""
         return call_chain(_getframe(2)) if self.checks.barriers else None
 
@@ -170,29 +170,29 @@ class Monitor:
         """The current lane joins a warp operation; the last one to join completes it."""
         if self.checks.barriers:
             thread: Any = getcurrent()
-            place = call_chain(_getframe(1))
+            frame = _getframe(1)
             if group.place is None:
-                group.place, group.first = place, thread
-            elif group.place != place:
+                group.place, group.first = call_chain(frame), thread
+            elif not is_at_chain(frame, group.place):
                 raise DivergenceError(
                     f"kernel {self.launch.name}, block {thread.block.index}: lanes of one warp meet in {group.kind} "
                     f"with mask 0x{group.mask:08x} from different source lines\n"
                     f"  thread {group.first.threadIdx}: {describe_chain(group.place)}\n"
-                    f"  thread {thread.threadIdx}: {describe_chain(place)}"
+                    f"  thread {thread.threadIdx}: {describe_chain(call_chain(frame))}"
                 )
         if group.missing == 0 and group.kind == "syncwarp":
             synchronise_lanes(group.threads)
 
     def arrive(self, barrier: CheckedBarrier, kind: str) -> None:
         """The current thread arrives at a barrier where others wait, on the same line as they."""
-        thread: Any = getcurrent()
-        place = self.place()
-        if barrier.place != place:
+        frame = _getframe(1)
+        if barrier.place is not None and not is_at_chain(frame, barrier.place):
+            thread: Any = getcurrent()
             raise DivergenceError(
                 f"kernel {self.launch.name}: threads meet in {kind} from different source lines\n"
                 f"  block {barrier.first.block.index}, thread {barrier.first.threadIdx}: "
-                f"{describe_chain(barrier.place or ())}\n"
-                f"  block {thread.block.index}, thread {thread.threadIdx}: {describe_chain(place or ())}"
+                f"{describe_chain(barrier.place)}\n"
+                f"  block {thread.block.index}, thread {thread.threadIdx}: {describe_chain(call_chain(frame))}"
             )
 
     def fence(self, thread: Thread, in_block: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from greenlet import getcurrent
 
-from burt_numba.simulator.checked_array import CheckedArray
+from burt_numba.simulator.checked_array import CheckedArray, read_elements, write_elements
 from burt_numba.simulator.errors import SimulatorError
 from burt_numba.simulator.memory import poison
 from burt_numba.simulator.threads import FULL_MASK, WARP_SIZE, Barrier, Group, Thread
@@ -279,7 +279,6 @@ _PLACES_OF_SUMS = (
     np.arange(WARP_SIZE * 10).reshape(8, 4, 10)[:, :, 6:].reshape(8, 4, 2, 2).transpose(2, 0, 1, 3).reshape(16, 8)
 )
 _TENSOR_CORE_BITS = np.uint32(0xFFFFE000)
-_BROUGHT_BYTES = 40
 
 
 def _step_of_warp(brought: bytes, halves: bool) -> Any:
@@ -299,31 +298,15 @@ def multiply_add(a: Any, a_first: int, b: Any, b_first: int, sums: Any, first: i
 
     ``b`` holds float32 numbers, or words of two float16 numbers, and ``a`` the same, or its bits.
     """
-    checked = type(sums) is CheckedArray
-    if checked:
-        frame = _getframe(1)
-        cells = ((a, a_first, 4), (b, b_first, 2), (sums, first, 4))
-        brought = b"".join(
-            array.load(start + cell, frame).tobytes() for array, start, count in cells for cell in range(count)
-        )
-    else:
-        brought = (
-            a[a_first : a_first + 4].tobytes() + b[b_first : b_first + 2].tobytes() + sums[first : first + 4].tobytes()
-        )
-        if len(brought) != _BROUGHT_BYTES:
-            raise IndexError(
-                f"multiply_add: cells {a_first} to {a_first + 3} of {len(a)}, {b_first} to {b_first + 1} of {len(b)}, "
-                f"{first} to {first + 3} of {len(sums)}"
-            )
+    brought = (
+        read_elements(a, a_first, 4).tobytes()
+        + read_elements(b, b_first, 2).tobytes()
+        + read_elements(sums, first, 4).tobytes()
+    )
     thread, group = _join("multiply_add", FULL_MASK, brought)
     if group.result is None:
         group.result = _step_of_warp(b"".join(group.values), b.dtype.char != "f")
-    result = group.result[thread.lane]
-    if checked:
-        for cell in range(4):
-            sums.store(first + cell, result[cell], frame)
-    else:
-        sums[first : first + 4] = result
+    write_elements(sums, first, group.result[thread.lane])
 
 
 def activemask() -> int:
