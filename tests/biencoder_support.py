@@ -9,6 +9,7 @@ from support import LIMITS, Guarded, events_of, normal, relative_error, to_targe
 
 import burt_numba
 from burt_numba import biencoder_launches, reference
+from burt_numba.biencoder_launches import LARGEST_TILES_SCALE
 from burt_numba.host.compiling import compute_capability
 
 # The module, which has the name of its function.
@@ -114,8 +115,10 @@ def kind_of(inputs, precision="fp32"):
     return "tf32" if precision == "tf32" and inputs.query.dtype == np.float32 else inputs.query.dtype.name
 
 
-def kernel_of(inputs, precision="fp32"):
+def kernel_of(inputs, precision="fp32", scale=None):
     """The name of the kernel that a call with these inputs launches; of no rows, that of few."""
+    if scale is not None and abs(scale) > LARGEST_TILES_SCALE:
+        return ROWS
     (B, H, Q, D), (_, key_heads, K, _) = inputs.query.shape, inputs.context_keys.shape
     planned = burt_numba.plan(
         "biencoder_attention",
@@ -171,7 +174,7 @@ def assert_attended(
     `may_run_out`: max_iterations is small, so the entropy may be lower than the band. `kernel`: which one it was, if
     not the one that a call launches.
     """
-    kernel = kernel_of(inputs, precision) if kernel is None else kernel
+    kernel = kernel_of(inputs, precision, scale) if kernel is None else kernel
     temperature_min = float(np.float32(temperature_min))
     start = float(np.clip(np.float32(1.0), temperature_min, np.float32(temperature_max)))
 

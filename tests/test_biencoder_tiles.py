@@ -7,6 +7,7 @@ import pytest
 from biencoder_support import (
     ENTROPY_OVERFLOW,
     FEW,
+    ROWS,
     TILES,
     Inputs,
     assert_attended,
@@ -151,7 +152,11 @@ def test_steps_that_the_pass_for_the_values_makes(monkeypatch, warps, bound, apa
     check_biencoder(Inputs(query, keys, random.standard_normal(keys.shape).astype(np.float32)), None, bound)
 
 
-@pytest.mark.parametrize("scores", [[0, 0], [1, 1, 0], [2, 0], [3, 2.9] + 70 * [-1], 100 * [1] + [0]], ids=str)
+@pytest.mark.parametrize(
+    "scores",
+    [[0, 0], [1, 1, 0], [2, 0], [3, 2.9] + 70 * [-1], 100 * [1] + [0]],
+    ids=["tie", "tie of three", "two", "two of many", "tie of many"],
+)
 def test_rows_that_two_contexts_nearly_decide(monkeypatch, scores):
     """The search starts where these prove the entropy to be over the bound: at once at the end, of a tie."""
     choose_tiles(monkeypatch, 2)
@@ -355,6 +360,7 @@ def test_the_choice_that_the_tests_replace():
     """Blocks of four warps where there are as many queries; two stretches of keys are few."""
     assert kernel_of(inputs_of(1, 1, 128, 64, 4)) == FEW
     assert kernel_of(inputs_of(1, 1, 128, 65, 4)) == TILES
+    assert kernel_of(inputs_of(1, 1, 128, 65, 4), scale=-(2.0**61)) == ROWS
 
 
 # The step of the search ----------------------------------------------------------------------------------------------
