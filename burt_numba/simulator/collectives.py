@@ -7,6 +7,7 @@ can run. ``Launch.ready`` gets all threads of a full barrier in their order, the
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from sys import _getframe
 from typing import Any
 
@@ -21,6 +22,8 @@ from burt_numba.simulator.threads import FULL_MASK, WARP_SIZE, Barrier, Group, T
 __tracebackhide__ = True  # pytest shows the kernel and the message
 
 _MAX_NAPS = 100_000
+_SHUFFLED = frozenset({int, float, np.int32, np.int64, np.uint32, np.uint64, np.float32, np.float64})
+"""Types that need no closer look."""
 
 
 class Int32(int):
@@ -135,7 +138,7 @@ def _join(kind: str, mask: int, value: Any) -> tuple[Any, Group]:
     except AttributeError:
         _current(kind)
         raise
-    if type(mask) is not int or not 0 <= mask <= FULL_MASK:
+    if mask != FULL_MASK:
         mask = int(mask) & FULL_MASK
     groups = warp.groups
     group = groups[0] if groups else None
@@ -176,14 +179,14 @@ def _from_lane(kind: str, lane: int, source: int, group: Group) -> Any:
 
 
 def shfl_sync(mask: int, value: Any, src_lane: int) -> Any:
-    if type(value) is not np.float32:
+    if type(value) not in _SHUFFLED:
         _check_shuffled("shfl_sync", value)
     thread, group = _join("shfl_sync", mask, value)
     return _from_lane("shfl_sync", thread.lane, int(src_lane) % WARP_SIZE, group)
 
 
 def shfl_up_sync(mask: int, value: Any, delta: int) -> Any:
-    if type(value) is not np.float32:
+    if type(value) not in _SHUFFLED:
         _check_shuffled("shfl_up_sync", value)
     thread, group = _join("shfl_up_sync", mask, value)
     source = thread.lane - int(delta) % WARP_SIZE
@@ -191,7 +194,7 @@ def shfl_up_sync(mask: int, value: Any, delta: int) -> Any:
 
 
 def shfl_down_sync(mask: int, value: Any, delta: int) -> Any:
-    if type(value) is not np.float32:
+    if type(value) not in _SHUFFLED:
         _check_shuffled("shfl_down_sync", value)
     thread, group = _join("shfl_down_sync", mask, value)
     source = thread.lane + int(delta) % WARP_SIZE
@@ -199,30 +202,32 @@ def shfl_down_sync(mask: int, value: Any, delta: int) -> Any:
 
 
 def shfl_xor_sync(mask: int, value: Any, lane_mask: int) -> Any:
-    if type(value) is not np.float32:
+    if type(value) not in _SHUFFLED:
         _check_shuffled("shfl_xor_sync", value)
     thread, group = _join("shfl_xor_sync", mask, value)
-    return _from_lane("shfl_xor_sync", thread.lane, thread.lane ^ (int(lane_mask) % WARP_SIZE), group)
+    source = thread.lane ^ (int(lane_mask) % WARP_SIZE)
+    # The same as in _from_lane: no function of a kernel is called more often.
+    found = group.values[source]
+    return found if found is not None else _from_lane("shfl_xor_sync", thread.lane, source, group)
 
 
-def _votes(kind: str, mask: int, predicate: Any) -> list[bool]:
+def _vote(kind: str, mask: int, predicate: Any, decide: Callable[[list[bool]], bool]) -> bool:
     _, group = _join(kind, mask, bool(predicate))
     if group.result is None:
-        group.result = [group.values[thread.lane] for thread in group.threads]
+        group.result = decide([group.values[thread.lane] for thread in group.threads])
     return group.result
 
 
 def all_sync(mask: int, predicate: Any) -> bool:
-    return all(_votes("all_sync", mask, predicate))
+    return _vote("all_sync", mask, predicate, all)
 
 
 def any_sync(mask: int, predicate: Any) -> bool:
-    return any(_votes("any_sync", mask, predicate))
+    return _vote("any_sync", mask, predicate, any)
 
 
 def eq_sync(mask: int, predicate: Any) -> bool:
-    votes = _votes("eq_sync", mask, predicate)
-    return all(votes) or not any(votes)
+    return _vote("eq_sync", mask, predicate, lambda votes: all(votes) or not any(votes))
 
 
 def _signed(mask: int) -> Int32:

@@ -203,8 +203,11 @@ class Shared:
 
 def _monitor() -> Any:
     """The checks of the calling thread's launch."""
-    launch = getattr(getcurrent(), "launch", None)
-    return None if launch is None else launch.monitor
+    thread: Any = getcurrent()
+    try:
+        return thread.launch.monitor
+    except AttributeError:
+        return None
 
 
 class Local:
