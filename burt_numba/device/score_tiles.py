@@ -112,6 +112,8 @@ class ScoreTiles(NamedTuple):
     finite keys."""
     add_values: Any
     """``add_values(shared, cell, place, weights, mends, errors, buffers, sums)``: adds weighted values."""
+    add_values_in_pairs: Any
+    """The same, where products are exact with half as many additions beside them, and more registers."""
 
 
 def _make_finite(count: int, halves: int):
@@ -426,37 +428,42 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                     for place in range(4):
                         sums[first + place] += step_sums[place]
 
-    @cuda.jit(device=True)
-    def add_values(shared, cell, place, weights, mends, errors, buffers, sums):
-        queries, heads, group, contexts, first_key, last_key, first_dim, dims = place
-        words = buffers[0]
-        lane_cell = np.int32(cell + (cuda.laneid & 3) * 2 * value_pitch + (cuda.laneid >> 2) * 4)
-        if chunks > 0 and not mends:
-            for step in range(_TILE_WEIGHTS // step_weights):
-                load_values(shared, np.int32(lane_cell + step * 2 * step_weights * value_pitch), words)
-                add_step(shared, weights, step * step_weights, buffers, sums)
-        elif exact and not mends:
-            step = np.int32(0)
-            while step < _TILE_WEIGHTS // (2 * step_weights):
-                add_two_steps(shared, lane_cell, weights, buffers, sums)
-                rotate_two_steps(weights)
-                lane_cell = np.int32(lane_cell + 4 * step_weights * value_pitch)
-                step = opaque(np.int32(step + 1))
-        else:
-            step = np.int32(0)
-            while step < _TILE_WEIGHTS // step_weights:
-                load_values(shared, lane_cell, words)
-                if mends:
-                    step_key = np.int32(first_key + step * 2 * step_weights)
-                    own = (queries, heads, group, contexts, last_key, first_dim, dims)
-                    report_values(words, own, step_key, weights, errors)
-                    make_values_finite(words)
-                add_step(shared, weights, 0, buffers, sums)
-                rotate_weights(weights)
-                lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
-                step = opaque(np.int32(step + 1))
+    def values_of(in_pairs: bool):
+        @cuda.jit(device=True)
+        def add_values(shared, cell, place, weights, mends, errors, buffers, sums):
+            queries, heads, group, contexts, first_key, last_key, first_dim, dims = place
+            words = buffers[0]
+            lane_cell = np.int32(cell + (cuda.laneid & 3) * 2 * value_pitch + (cuda.laneid >> 2) * 4)
+            if chunks > 0 and not mends:
+                for step in range(_TILE_WEIGHTS // step_weights):
+                    load_values(shared, np.int32(lane_cell + step * 2 * step_weights * value_pitch), words)
+                    add_step(shared, weights, step * step_weights, buffers, sums)
+            elif in_pairs and not mends:
+                step = np.int32(0)
+                while step < _TILE_WEIGHTS // (2 * step_weights):
+                    add_two_steps(shared, lane_cell, weights, buffers, sums)
+                    rotate_two_steps(weights)
+                    lane_cell = np.int32(lane_cell + 4 * step_weights * value_pitch)
+                    step = opaque(np.int32(step + 1))
+            else:
+                step = np.int32(0)
+                while step < _TILE_WEIGHTS // step_weights:
+                    load_values(shared, lane_cell, words)
+                    if mends:
+                        step_key = np.int32(first_key + step * 2 * step_weights)
+                        own = (queries, heads, group, contexts, last_key, first_dim, dims)
+                        report_values(words, own, step_key, weights, errors)
+                        make_values_finite(words)
+                    add_step(shared, weights, 0, buffers, sums)
+                    rotate_weights(weights)
+                    lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
+                    step = opaque(np.int32(step + 1))
+
+        return add_values
+
+    add_values, add_values_in_pairs = values_of(False), values_of(exact)
 
     return ScoreTiles(
         start_piece, finish_pieces, put_piece, stage, stage_tiles, add_products, add_roughly, keep_queries, add_kept,
-        add_values,
+        add_values, add_values_in_pairs,
     )  # fmt: skip

@@ -281,7 +281,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     stretches = stretches_of(kind, chunks_made_for)
     span = stretches * STRETCH
     tiles = score_tiles(kind, vector, chunks_made_for)
-    stage, add_products, add_values = tiles.stage, tiles.add_products, tiles.add_values
+    stage, add_products, add_values = tiles.stage, tiles.add_products, tiles.add_values_in_pairs
     put_queries, first_scores, scores_again, scores_of_part = query_tiles(kind, vector, chunks_made_for)
     report_results, store_results = tile_results(kind, vector)
     rotate_few = rotate_elements(FEW, STRETCH)
