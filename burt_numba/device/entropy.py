@@ -221,8 +221,8 @@ _STEPS_OF_TWO = 4
 _SAFE_SHARE = np.float32(1 - 2**-8)
 NEAR_SHARE = np.float32(0.16)
 NEAR_ROUGH_SHARE = np.float32(0.08)
-"""Of the aim, from an evaluation where the start was exact or not: an exact start is far off where many contexts count,
-for which a step is longer right than for two."""
+"""Of the aim, after an exact start or a rough one. Errors of scores take that far from the aim most where two contexts
+nearly tie, and there a step's own error is largest too."""
 _NEAR_SQUARE = np.float32(0.06**2)
 
 

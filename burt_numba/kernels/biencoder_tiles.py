@@ -1,6 +1,7 @@
 """The kernel of biencoder_attention on tensor cores: a warp has two tiles of 16 queries of a head, and all contexts.
 
     greatest    a first pass over the keys: of each query the two greatest scores of each class of keys, FEW in all
+                (in float32, where a search follows, of products of 11 bits)
     search      from those few, where the temperature may be; then passes that evaluate the entropy of all 32 queries,
                 each at its own temperature, until all are found or near: one or two
     values      a last pass: weights, their sum and entropy, and their product with the values; back to the search
@@ -101,7 +102,7 @@ _FARTHEST_MAXIMUM = np.float32(16.0)
 """From the one of the first pass, in units of t: from there on the sums are made again."""
 _BELOW = np.float32(1 - 2**-10)
 """Of the lowest beta: so far a step below it is looked at, before it is taken to that one."""
-LARGEST_SQUARES = LARGEST_TAME * LARGEST_TAME
+_LARGEST_SQUARES = LARGEST_TAME * LARGEST_TAME
 _LARGEST_OFFSET = np.float32(2.0**20)
 _LARGEST_FACTOR = np.float32(2.0**80)
 """Up to these t may be a line of the products: see ``_is_steep``."""
@@ -663,7 +664,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         stretch_cell = np.int32(stretch_cell + STRETCH * key_pitch)
                 first_key = opaque(next_key)
             for part in range(SQUARE_SUMS):
-                bad |= not (flaws[part] <= LARGEST_SQUARES)
+                bad |= not (flaws[part] <= _LARGEST_SQUARES)
             flawed = cuda.syncthreads_or(np.int32(bad)) != 0
             passes = flawed and not mends
         lowest_beta = first_beta(temperature_min, temperature_max)
