@@ -55,8 +55,8 @@ for it. Values are cut too, so that numbers of few bits stay what they are.
 """
 _LARGEST_ROUNDED = np.float32(3.4011621e38)
 """Of 11 bits. Numbers above count as this one."""
-SQUARE_SUMS = 4
-"""Sums of squares that a lane adds up side by side."""
+SIDE_SUMS = 4
+"""Of what a lane looks for in a pass, it adds up so many sums side by side: each addition waits for the one before."""
 _load_four = load_vector(4)
 
 
@@ -235,7 +235,7 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
         add_rounded_chunk(shared, query_cell, key_cell, tile_cells, pitch, False, buffers, sums)
         values = buffers[1]
         for place in range(4 * key_tiles):
-            part = place % SQUARE_SUMS
+            part = place % SIDE_SUMS
             squares[part] = cuda.fma(values[place], values[place], squares[part])
 
     @cuda.jit(device=True)

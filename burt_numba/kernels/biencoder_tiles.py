@@ -72,7 +72,7 @@ from burt_numba.device.own_queries import (
 )
 from burt_numba.device.query_tiles import LARGEST_TAME, query_tiles
 from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
-from burt_numba.device.score_tiles import SQUARE_SUMS, own_place, own_start, score_tiles
+from burt_numba.device.score_tiles import SIDE_SUMS, own_place, own_start, score_tiles
 from burt_numba.device.staged_rows import PIECES
 from burt_numba.device.tensor_cores import pair_of_halves
 from burt_numba.device.tile_results import TILE_SUMS, VALUE_SUMS, tile_results
@@ -239,6 +239,14 @@ def _shift_of(half_maximum, factor):
 
 
 @cuda.jit(device=True)
+def _take_shifts(half_maxima, factors, steep, shifts):
+    """The shift of each query of a lane, where other keys have t by lines."""
+    for slot in range(SLOTS):
+        moved = _shift_of(half_maxima[slot], factors[slot])
+        shifts[slot] = moved if opaque(steep) == 0 else _ZERO
+
+
+@cuda.jit(device=True)
 def _take_tops(products, tops, next_tops):
     """Of each class of keys, the two greatest products so far."""
     for product in range(PRODUCTS):
@@ -303,7 +311,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     add_part, add_kept_part, stage_tiles = part_tiles.add_products, part_tiles.add_kept, part_tiles.stage_tiles
     part_keys = 8 * stretches
     add_roughly = tiles.add_roughly
-    _take_part_peaks = _take_peaks_of(stretches)
+    take_part_peaks = _take_peaks_of(stretches)
 
     @cuda.jit(device=True)
     def make_stretch(shared, cells, dims, kept, buffers, products):
@@ -329,7 +337,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         if half:
             # Finite ones are never too large, and these instructions do not wait for those of the maxima.
             for product in range(PRODUCTS):
-                part = product % SQUARE_SUMS
+                part = product % SIDE_SUMS
                 flaws[part] = cuda.fma(products[product], _ZERO, flaws[part])
         else:
             for product in range(PRODUCTS):
@@ -394,15 +402,13 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                 else:
                     scores_of_part(shared, cells, first_key, length, product_limit, dims, flawed, buffers, products)
                 if exact:
-                    _take_part_peaks(products, peaks)
+                    take_part_peaks(products, peaks)
                 if whole:
                     add_part_by_lines(products, queries_by_lines, True, parts, seconds, thirds)
                 else:
                     if by_lines:
                         _take_gathered(gathered, half_maxima, factors)
-                        for slot in range(SLOTS):
-                            moved = _shift_of(half_maxima[slot], factors[slot])
-                            shifts[slot] = moved if opaque(steep) == 0 else _ZERO
+                        _take_shifts(half_maxima, factors, steep, shifts)
                     add_weights_of_part(products, queries_exactly, True, parts, seconds, thirds)
                 _add_parts(parts, sums)
             first_key = opaque(np.int32(first_key + step))
@@ -515,7 +521,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         left = cuda.local.array(16, np.float32)
         left_low = cuda.local.array(16, np.float32)
         step_sums = cuda.local.array(4, np.float32)
-        flaws = cuda.local.array(SQUARE_SUMS, np.float32)
+        flaws = cuda.local.array(SIDE_SUMS, np.float32)
         kept = cuda.local.array(kept_words, np.uint32)
         products = cuda.local.array(PRODUCTS, np.float32)
         more_products = cuda.local.array(PRODUCTS, np.float32)
@@ -632,7 +638,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
             for product in range(PRODUCTS):
                 tops[product] = NEGATIVE_INFINITY
                 next_tops[product] = NEGATIVE_INFINITY
-            for part in range(SQUARE_SUMS):
+            for part in range(SIDE_SUMS):
                 flaws[part] = _ZERO
             # A round before the first stretch only asks for it, in each pass.
             first_key = np.int32(-span)
@@ -663,7 +669,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         first_key = opaque(np.int32(first_key + STRETCH))
                         stretch_cell = np.int32(stretch_cell + STRETCH * key_pitch)
                 first_key = opaque(next_key)
-            for part in range(SQUARE_SUMS):
+            for part in range(SIDE_SUMS):
                 bad |= not (flaws[part] <= _LARGEST_SQUARES)
             flawed = cuda.syncthreads_or(np.int32(bad)) != 0
             passes = flawed and not mends
@@ -788,9 +794,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                         # Made anew: kept all along, they would take registers.
                         give(opaque(half_maximum), half_maxima)
                         give(factor, factors)
-                        for slot in range(SLOTS):
-                            moved = _shift_of(half_maxima[slot], factors[slot])
-                            shifts[slot] = moved if opaque(steep) == 0 else _ZERO
+                        _take_shifts(half_maxima, factors, steep, shifts)
                     if first_key >= 0 and evaluates:
                         if whole:
                             cells = (first_cell, tile_cells, stretch_cell, key_pitch)
