@@ -36,6 +36,7 @@ FEW = 2 * STRETCH
 """Scores of a query that a lane has at once: those from which a search starts, or all of so few contexts."""
 MOST_FEW = FEW
 """Contexts of the kernel that has all of them at once."""
+FEW_TILES = FEW // 8
 FRAGMENT = 256
 """Cells of shared memory of a tile of queries and 16 words of each."""
 VALUE_DIMS = 64
@@ -43,6 +44,8 @@ VALUE_DIMS = 64
 MOST_TILES_WARPS = 4
 TILES_RESIDENT = 256
 """Threads that a multiprocessor holds at least: 255 registers each."""
+FEW_RESIDENT = 384
+"""The same of the kernel of few contexts."""
 _TILES_CHUNKS: dict[int, tuple[int, ...]] = {EXACT: (), ROUNDED: (4,), HALF: (2,)}
 _STATIC_BYTES = 5120
 _SYSTEM_BYTES = 1024
@@ -120,21 +123,21 @@ def tiles_chunks(kind: int, vector: int) -> tuple[int, ...]:
 
 def few_kernel_spec(kind: int, vector: int) -> KernelSpec:
     """For at most FEW contexts."""
-    return _on_tensor_cores("few", (kind, vector))
+    return _on_tensor_cores("few", (kind, vector), FEW_RESIDENT)
 
 
 def tiles_kernel_spec(kind: int, vector: int, chunks: int = 0) -> KernelSpec:
     """``chunks``: of a vector, where the kernel is made for as many; 0: for any number."""
-    return _on_tensor_cores("tiles", (kind, vector, chunks))
+    return _on_tensor_cores("tiles", (kind, vector, chunks), TILES_RESIDENT)
 
 
-def _on_tensor_cores(name: str, constants: tuple[int, ...]) -> KernelSpec:
+def _on_tensor_cores(name: str, constants: tuple[int, ...], resident: int) -> KernelSpec:
     threads = 32 * MOST_TILES_WARPS
     return KernelSpec(
         f"biencoder_{name}",
         kernel_in(f"biencoder_{name}", f"{name}_kernel"),
         constants,
-        (threads, TILES_RESIDENT // threads),
+        (threads, resident // threads),
         lowest_capability=FIRST_TENSOR_CORES,
     )
 
@@ -145,8 +148,8 @@ def chunks_of(kind: int, dims: int) -> int:
 
 
 def few_shared_bytes(kind: int, warps: int, dims: int) -> int:
-    """Of a block: the queries of each warp, FEW keys and values."""
-    return _tiles_bytes(kind, warps, dims, FEW)
+    """Of a block, whatever its warps: FEW keys and values."""
+    return _tiles_bytes(kind, 0, dims, FEW)
 
 
 def tiles_shared_bytes(kind: int, warps: int, dims: int, stretches: int = 1) -> int:

@@ -26,6 +26,7 @@ from burt_numba.device.numeric import (
     reciprocal,
     square_root,
 )
+from burt_numba.device.warp import FULL_MASK, any_lane
 
 _LN_2_SQUARED = np.float32(LN_2 * LN_2)
 _LN_2_CUBED = np.float32(LN_2 * LN_2 * LN_2)
@@ -213,6 +214,47 @@ def entropy_search(evaluate):
                     searching = False
             return best_beta, best_total, best_entropy, phase
         return beta, total, entropy, phase
+
+    return search
+
+
+def lanes_search(evaluate):
+    """As ``entropy_search``, where each lane of a warp looks after a row of its own and all evaluate together.
+
+    ``evaluate(data, beta)`` gives a lane the three sums of its row at its beta. It may be long: it stands here once.
+    """
+
+    @cuda.jit(device=True)
+    def search(data, bound, lowest_beta, highest_beta, max_iterations):
+        limit, lowest_accepted, aim = accepted_limits(bound)
+        beta, low, high = lowest_beta, lowest_beta, highest_beta
+        best_beta, best_total, best_entropy = lowest_beta, _ZERO, _ZERO
+        bracketed = False
+        # Of the evaluations after the first, as there.
+        step = np.int32(-1)
+        searching = True
+        while any_lane(searching, FULL_MASK):
+            total, first, second = evaluate(data, beta)
+            if searching:
+                step = np.int32(step + 1)
+                entropy = entropy_of(total, first)
+                is_within = entropy <= limit
+                if is_within or step == 0 or beta >= highest_beta:
+                    best_beta, best_total, best_entropy = beta, total, entropy
+                if is_within:
+                    high = beta
+                    bracketed = True
+                    searching = step > 0 and entropy < lowest_accepted
+                else:
+                    low = beta
+                    searching = step == 0 or beta < highest_beta
+                searching = searching and step < max_iterations
+                if step == max_iterations - 1 and not bracketed:
+                    beta = highest_beta
+                elif searching:
+                    variance = variance_of(total, first, second)
+                    beta = next_beta(step, beta, entropy, variance, _ZERO, low, high, bracketed, aim)
+        return best_beta, best_total, best_entropy
 
     return search
 

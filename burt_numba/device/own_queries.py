@@ -44,6 +44,16 @@ def give(value, values):
 
 
 @cuda.jit(device=True)
+def own_sum(values, turn):
+    """Of the numbers of a lane's four queries, that of the one it looks after, from all lanes that share it."""
+    odd = turn & 1 != 0
+    first = choose(odd, values[1], values[0]) + shuffle_xor(choose(odd, values[0], values[1]), 1, FULL_MASK)
+    second = choose(odd, values[3], values[2]) + shuffle_xor(choose(odd, values[2], values[3]), 1, FULL_MASK)
+    upper = turn & 2 != 0
+    return choose(upper, second, first) + shuffle_xor(choose(upper, first, second), 2, FULL_MASK)
+
+
+@cuda.jit(device=True)
 def score_bits(scale):
     """Of a product's half, in units of ln 2 of a score: made anew where it is wanted."""
     return minimum(2 * abs(opaque(scale)) * LOG2_E, FLOAT32_MAX)
@@ -87,17 +97,15 @@ _search_few = entropy_search(_sums_of_few)
 
 
 @cuda.jit(device=True)
-def search_few(gaps, are_all, bound, lowest_beta, highest_beta, max_iterations):
+def search_few(gaps, bound, lowest_beta, highest_beta):
     """(beta, sum of the weights there, entropy) from the gaps of a few elements of a row, and a beta not too high.
 
-    Where these ``are_all``, the beta is the row's. Else it is one to begin with: whatever else is in the row, its
-    entropy is at least ``ln(total) + min(1, mean of t)`` of a part of it that has the maximum
-    (docs/biencoder_attention.md). Where that is within the bound at the lowest beta, it is that one.
+    The beta is one to begin with: whatever else is in the row, its entropy is at least
+    ``ln(total) + min(1, mean of t)`` of a part of it that has the maximum (docs/biencoder_attention.md). Where that is
+    within the bound at the lowest beta, it is that one.
     """
     # In units of ln 2, as t is.
-    data = (gaps, FLOAT32_MAX if are_all else LOG2_E)
-    iterations = max_iterations if are_all else _FEW_ITERATIONS
-    beta, total, entropy, _phase = _search_few(data, bound, lowest_beta, highest_beta, iterations, 0)
+    beta, total, entropy, _phase = _search_few((gaps, LOG2_E), bound, lowest_beta, highest_beta, _FEW_ITERATIONS, 0)
     return beta, total, entropy
 
 

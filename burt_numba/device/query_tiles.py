@@ -21,7 +21,6 @@ from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp
 _ZERO = np.float32(0.0)
 LARGEST_TAME = np.float32(2.0**29)
 """Products of 256 such numbers, times any scale that this kernel takes, are finite, and their sums in any order."""
-_rotate_products = rotate_elements(PRODUCTS, 4)
 
 
 class QueryTiles(NamedTuple):
@@ -40,51 +39,82 @@ class QueryTiles(NamedTuple):
 
 
 @cuda.jit(device=True)
-def _report_scores(sums, place, first_key, length, product_limit, keys, errors):
-    """Scores that finite numbers overflow to count as 0; they and bad elements of the keys are reported."""
-    key_place, contexts, score_place, valid, dims, reports_keys = place
-    key_start, key_stride, key_dim_stride, key_index = key_place
-    group, turn = np.int32(cuda.laneid >> 2), np.int32(cuda.laneid & 3)
-    nans = np.int32(0)
-    infinities = np.int32(0)
-    first_nan = np.int64(0)
-    first_infinity = np.int64(0)
-    tile = np.int32(0)
-    while tile < ROW_TILES * KEY_TILES:
-        for each in range(4):
-            value = sums[each]
-            row = np.int32(tile // KEY_TILES * TILE_ROWS + (each >> 1) * 8 + group)
-            key = np.int32(first_key + (tile & (KEY_TILES - 1)) * 8 + turn * 2 + (each & 1))
-            if not (abs(value) <= product_limit) and key < length and row < valid:
-                index = score_place + np.int64(row) * contexts + key
-                if value == value:
-                    first_infinity = index if infinities == 0 else min(first_infinity, index)
-                    infinities += np.int32(1)
-                else:
-                    first_nan = index if nans == 0 else min(first_nan, index)
-                    nans += np.int32(1)
-        _rotate_products(sums)
-        tile = opaque(np.int32(tile + 1))
-    record_bad_elements(errors, nans, infinities, first_nan, first_infinity, 32, FULL_MASK)
-    if reports_keys:
-        own = np.int64(first_key + cuda.laneid)
+def report_queries(query, place, valid, dims, flat, errors):
+    """The warp reports what is not finite in its queries."""
+    start, stride, dim_stride = place
+    row = np.int32(0)
+    while row < valid:
+        own = np.int64(row)
         report_not_finite(
-            keys,
-            key_start + own * key_stride,
-            key_dim_stride,
-            np.int64(0),
+            query,
+            start + own * stride,
+            dim_stride,
+            np.int64(cuda.laneid),
             1,
-            np.int64(dims if own < length else 0),
-            np.int64(1),
-            key_index + own * dims,
+            np.int64(dims),
+            np.int64(32),
+            flat + own * dims,
             errors,
             32,
             FULL_MASK,
         )
+        row = np.int32(row + 1)
 
 
 @cache
-def _zero_overflows(products: int):
+def report_scores_of(key_tiles: int):
+    """A function for the scores of so many tiles of keys."""
+    rotate_products = rotate_elements(4 * ROW_TILES * key_tiles, 4)
+
+    @cuda.jit(device=True)
+    def report_scores(sums, place, first_key, length, product_limit, keys, errors):
+        """Scores that finite numbers overflow to count as 0; they and bad elements of the keys are reported."""
+        key_place, contexts, score_place, valid, dims, reports_keys = place
+        key_start, key_stride, key_dim_stride, key_index = key_place
+        group, turn = np.int32(cuda.laneid >> 2), np.int32(cuda.laneid & 3)
+        nans = np.int32(0)
+        infinities = np.int32(0)
+        first_nan = np.int64(0)
+        first_infinity = np.int64(0)
+        tile = np.int32(0)
+        while tile < ROW_TILES * key_tiles:
+            for each in range(4):
+                value = sums[each]
+                row = np.int32(tile // key_tiles * TILE_ROWS + (each >> 1) * 8 + group)
+                key = np.int32(first_key + (tile & (key_tiles - 1)) * 8 + turn * 2 + (each & 1))
+                if not (abs(value) <= product_limit) and key < length and row < valid:
+                    index = score_place + np.int64(row) * contexts + key
+                    if value == value:
+                        first_infinity = index if infinities == 0 else min(first_infinity, index)
+                        infinities += np.int32(1)
+                    else:
+                        first_nan = index if nans == 0 else min(first_nan, index)
+                        nans += np.int32(1)
+            rotate_products(sums)
+            tile = opaque(np.int32(tile + 1))
+        record_bad_elements(errors, nans, infinities, first_nan, first_infinity, 32, FULL_MASK)
+        if reports_keys:
+            for part in range(key_tiles * 8 // 32):
+                own = np.int64(first_key + part * 32 + cuda.laneid)
+                report_not_finite(
+                    keys,
+                    key_start + own * key_stride,
+                    key_dim_stride,
+                    np.int64(0),
+                    1,
+                    np.int64(dims if own < length else 0),
+                    np.int64(1),
+                    key_index + own * dims,
+                    errors,
+                    32,
+                    FULL_MASK,
+                )
+
+    return report_scores
+
+
+@cache
+def zero_overflows_of(products: int):
     """A function for so many scores of a lane."""
 
     @cuda.jit(device=True)
@@ -97,7 +127,7 @@ def _zero_overflows(products: int):
 
 
 @cache
-def _leave_out_absent(key_tiles: int):
+def leave_out_absent_of(key_tiles: int):
     """A function for the scores of so many tiles of keys: -inf for what stands beyond the last key."""
     tile_products = 4 * key_tiles
 
@@ -113,8 +143,8 @@ def _leave_out_absent(key_tiles: int):
 
 
 def _scores_again(add_products, key_tiles: int):
-    zero_overflows = _zero_overflows(4 * ROW_TILES * key_tiles)
-    leave_out_absent = _leave_out_absent(key_tiles)
+    zero_overflows = zero_overflows_of(4 * ROW_TILES * key_tiles)
+    leave_out_absent = leave_out_absent_of(key_tiles)
 
     @cuda.jit(device=True)
     def scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums):
@@ -135,7 +165,8 @@ def query_tiles(kind: int, vector: int, chunks: int) -> QueryTiles:
     tiles = score_tiles(kind, vector, chunks)
     start_piece, finish_pieces, put_piece = tiles.start_piece, tiles.finish_pieces, tiles.put_piece
     add_products = tiles.add_products
-    zero_overflows, leave_out_absent = _zero_overflows(PRODUCTS), _leave_out_absent(KEY_TILES)
+    zero_overflows, leave_out_absent = zero_overflows_of(PRODUCTS), leave_out_absent_of(KEY_TILES)
+    report_scores = report_scores_of(KEY_TILES)
     scores_again = _scores_again(add_products, KEY_TILES)
     part_tiles = stretches_of(kind, chunks)
     scores_of_part = _scores_again(score_tiles(kind, vector, chunks, part_tiles).add_products, part_tiles)
@@ -177,23 +208,7 @@ def query_tiles(kind: int, vector: int, chunks: int) -> QueryTiles:
                 dim = opaque(np.int32(dim + 32 * width))
             row = opaque(np.int32(row + PIECES * step))
         if any_lane(bad, FULL_MASK):
-            row = np.int32(0)
-            while row < valid:
-                own = np.int64(row)
-                report_not_finite(
-                    query,
-                    start + own * stride,
-                    dim_stride,
-                    np.int64(lane),
-                    1,
-                    np.int64(dims),
-                    np.int64(32),
-                    flat + own * dims,
-                    errors,
-                    32,
-                    FULL_MASK,
-                )
-                row = np.int32(row + 1)
+            report_queries(query, place, valid, dims, flat, errors)
         sync_warp()  # the queries are in place
         return large
 
@@ -208,7 +223,7 @@ def query_tiles(kind: int, vector: int, chunks: int) -> QueryTiles:
         flawed = any_lane(bad, FULL_MASK)
         if flawed and mends:
             add_products(shared, cells, dims, True, buffers, sums)
-            _report_scores(sums, report, first_key, length, product_limit, keys, errors)
+            report_scores(sums, report, first_key, length, product_limit, keys, errors)
             zero_overflows(sums, product_limit)
         leave_out_absent(sums, first_key, length)
         return flawed

@@ -38,13 +38,13 @@ from burt_numba.biencoder_launches import (
 )
 from burt_numba.device.events import record_bad_elements
 from burt_numba.device.numeric import choose, maximum, minimum, opaque, whole_quotient
+from burt_numba.device.rows import finite_or_zero
 from burt_numba.device.staged_rows import staged_rows
 from burt_numba.device.tensor_cores import cut, halves_beside, multiply_add, pair_of_halves, rounded
 from burt_numba.device.vector import load_vector, rotate_elements, set_element, unpack_vectors
 from burt_numba.device.warp import FULL_MASK, shuffle_xor
 
 _ZERO = np.float32(0.0)
-_TILE_WEIGHTS = 4 * KEY_TILES
 _WORDS = 16
 """Of values, that a lane has at a time."""
 _CUT_MENDED = np.float32(1 + 0.7213 * 2**-11)
@@ -110,6 +110,14 @@ class ScoreTiles(NamedTuple):
     add_kept: Any
     """``add_kept(shared, cell, pitch, kept, buffers, sums)``: as ``add_products``, of queries that were kept, and of
     finite keys."""
+    start_queries: Any
+    """``start_queries(query, place, valid, dim, dims, words, numbers)``: starts to load a chunk of the warp's queries,
+    each lane what it needs of them."""
+    finish_queries: Any
+    """``finish_queries(query, mends, words, numbers, buffers)``: the chunk is there, as operands of ``add_own``."""
+    add_own: Any
+    """``add_own(shared, key_cell, pitch, mends, buffers, sums)``: adds the products of such a chunk; ``key_cell``: of
+    the chunk, where the lane's part of the first key begins."""
     add_values: Any
     """``add_values(shared, cell, place, weights, mends, errors, buffers, sums)``: adds weighted values."""
     add_values_in_pairs: Any
@@ -144,6 +152,7 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
     width = 8 if half else 4
     halves = 2 if half else 1
     """Elements of a word."""
+    tile_weights = 4 * key_tiles
     chunk = 4 * width
     step_weights = 4 * halves
     value_words = VALUE_DIMS // halves
@@ -151,8 +160,8 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
     infinity = np.uint32(0x7C00 if half else 0x7F800000)
     number = np.uint32(0x7FFF if half else 0x7FFFFFFF)
     rotate_words = rotate_elements(_WORDS, 4)
-    rotate_weights = rotate_elements(_TILE_WEIGHTS, step_weights, ROW_TILES)
-    rotate_two_steps = rotate_elements(_TILE_WEIGHTS, 2 * step_weights, ROW_TILES)
+    rotate_weights = rotate_elements(tile_weights, step_weights, ROW_TILES)
+    rotate_two_steps = rotate_elements(tile_weights, 2 * step_weights, ROW_TILES)
     unpack_left, unpack_right = unpack_vectors(4, 2), unpack_vectors(4, key_tiles)
     unpack_values = unpack_vectors(4, 4)
     make_keys_finite, make_values_finite = _make_finite(4 * key_tiles, halves), _make_finite(_WORDS, halves)
@@ -183,10 +192,38 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                 value = values[first + place]
                 set_element(fragments, at, value if exact else _rounded_query(value))
 
+    def tile_of(exact: bool):
+        @cuda.jit(device=True)
+        def add_tile(first_left, first_right, product, buffers, sums):
+            """What two steps of 16 queries and 8 keys add, from ``first_left`` and ``first_right`` of the operands."""
+            words, values, low, left_words, left, left_low, step_sums = buffers
+            if exact:
+                # A tensor core cuts what float32 would round: over many steps that would add up.
+                for place in range(4):
+                    step_sums[place] = _ZERO
+                for step in range(2):
+                    right = first_right + step * 2
+                    multiply_add(left_low, first_left + step * 4, values, right, step_sums, 0)
+                    multiply_add(left, first_left + step * 4, low, right, step_sums, 0)
+                for step in range(2):
+                    multiply_add(left, first_left + step * 4, values, first_right + step * 2, step_sums, 0)
+                for place in range(4):
+                    sums[product + place] += step_sums[place]
+            else:
+                for step in range(2):
+                    if half:
+                        multiply_add(left_words, first_left + step * 4, words, first_right + step * 2, sums, product)
+                    else:
+                        multiply_add(left, first_left + step * 4, values, first_right + step * 2, sums, product)
+
+        return add_tile
+
     def chunk_of(exact: bool):
+        add_tile = tile_of(exact)
+
         @cuda.jit(device=True)
         def add_chunk(shared, query_cell, key_cell, tile_cells, pitch, mends, buffers, sums):
-            words, values, low, left_words, left, left_low, step_sums = buffers
+            words, values, low, left_words, left, left_low, _step_sums = buffers
             for tile in range(key_tiles):
                 _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
             if mends:
@@ -206,25 +243,7 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                         for place in range(8):
                             cut(left, left, left_low, place)
                 for tile in range(key_tiles):
-                    product = (row_tile * key_tiles + tile) * 4
-                    if exact:
-                        # A tensor core cuts what float32 would round: over many steps that would add up.
-                        for place in range(4):
-                            step_sums[place] = _ZERO
-                        for step in range(2):
-                            right = tile * 4 + step * 2
-                            multiply_add(left_low, step * 4, values, right, step_sums, 0)
-                            multiply_add(left, step * 4, low, right, step_sums, 0)
-                        for step in range(2):
-                            multiply_add(left, step * 4, values, tile * 4 + step * 2, step_sums, 0)
-                        for place in range(4):
-                            sums[product + place] += step_sums[place]
-                    else:
-                        for step in range(2):
-                            if half:
-                                multiply_add(left_words, step * 4, words, tile * 4 + step * 2, sums, product)
-                            else:
-                                multiply_add(left, step * 4, values, tile * 4 + step * 2, sums, product)
+                    add_tile(0, tile * 4, (row_tile * key_tiles + tile) * 4, buffers, sums)
 
         return add_chunk
 
@@ -237,6 +256,64 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
         for place in range(4 * key_tiles):
             part = place % SIDE_SUMS
             squares[part] = cuda.fma(values[place], values[place], squares[part])
+
+    own_pieces = 2 * ROW_TILES
+    finish_own = finish_pieces
+    make_queries_finite = _make_finite(4 * own_pieces, halves)
+    add_own_tile = tile_of(exact)
+    # Written out, the steps of many keys leave no array to be turned.
+    writes_out = not exact and (chunks > 0 or key_tiles > KEY_TILES)
+
+    @cuda.jit(device=True)
+    def start_queries(query, place, valid, dim, dims, words, numbers):
+        start, stride, dim_stride = place
+        first = np.int64(dim + (cuda.laneid & 3) * width)
+        for piece in range(own_pieces):
+            row = np.int32(piece * 8 + (cuda.laneid >> 2))
+            last = dims if row < valid else np.int32(0)
+            start_piece(query, start + row * stride, dim_stride, first, last, words, numbers, piece)
+
+    @cuda.jit(device=True)
+    def finish_queries(query, mends, words, numbers, buffers):
+        left_words, left = buffers[3], buffers[4]
+        finish_own(query, words, numbers)
+        for place in range(4 * own_pieces):
+            piece, word = place // 4, place % 4
+            at = ((piece // 2 * 2 + word // 2) * 2 + word % 2) * 2 + piece % 2
+            first = piece * width + word * halves
+            if half:
+                left_words[at] = pair_of_halves(numbers[first], numbers[first + 1])
+            else:
+                number = numbers[first]
+                if mends:
+                    number = finite_or_zero(number)
+                if not exact:
+                    number *= _CUT_MENDED
+                    if mends:
+                        number = minimum(maximum(number, -_LARGEST_ROUNDED), _LARGEST_ROUNDED)
+                    number = rounded(number)
+                left[at] = number
+        if half and mends:
+            make_queries_finite(left_words)
+
+    @cuda.jit(device=True)
+    def add_own(shared, key_cell, pitch, mends, buffers, sums):
+        words, values, low, _left_words, left, left_low, _step_sums = buffers
+        if exact:
+            for place in range(4 * own_pieces):
+                cut(left, left, left_low, place)
+        for tile in range(key_tiles):
+            _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
+        if mends:
+            make_keys_finite(words)
+        if not half:
+            unpack_right(shared, words, values)
+        for tile in range(key_tiles):
+            if exact:
+                for place in range(tile * 4, tile * 4 + 4):
+                    cut(values, values, low, place)
+            for row_tile in range(ROW_TILES):
+                add_own_tile(row_tile * 8, tile * 4, (row_tile * key_tiles + tile) * 4, buffers, sums)
 
     @cuda.jit(device=True)
     def keep_queries(shared, cell, tile_cells, kept):
@@ -325,7 +402,7 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
             tile, odd, column = (each >> 1, each & 1, 0) if half else (0, each >> 1, (each & 1) * 32)
             heaviest = _ZERO
             for tile_of_weights in range(ROW_TILES * halves):
-                first = tile_of_weights // halves * _TILE_WEIGHTS + tile_of_weights % halves * 4
+                first = tile_of_weights // halves * tile_weights + tile_of_weights % halves * 4
                 below = choose(odd != 0, weights[first + 1], weights[first])
                 above = choose(odd != 0, weights[first + 3], weights[first + 2])
                 is_own = tile_of_weights % halves == tile
@@ -363,10 +440,10 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
             for cell_of_tile in range(4):
                 at = row_tile * 4 + cell_of_tile
                 if half:
-                    first = row_tile * _TILE_WEIGHTS + first_weight + cell_of_tile * 2
+                    first = row_tile * tile_weights + first_weight + cell_of_tile * 2
                     left_words[at] = pair_of_halves(weights[first], weights[first + 1])
                 else:
-                    place = row_tile * _TILE_WEIGHTS + first_weight + (cell_of_tile & 1) * 2 + (cell_of_tile >> 1)
+                    place = row_tile * tile_weights + first_weight + (cell_of_tile & 1) * 2 + (cell_of_tile >> 1)
                     weight = weights[place]
                     left[at] = weight if exact else rounded(weight)
                     if exact:
@@ -403,7 +480,7 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
         for row_tile in range(ROW_TILES):
             for cell_of_step in range(8):
                 at = row_tile * 8 + cell_of_step
-                first = row_tile * _TILE_WEIGHTS + (cell_of_step & 4)
+                first = row_tile * tile_weights + (cell_of_step & 4)
                 left[at] = weights[first + (cell_of_step & 1) * 2 + (cell_of_step >> 1 & 1)]
                 cut(left, left, left_low, at)
         for columns in range(2):
@@ -434,20 +511,20 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
             queries, heads, group, contexts, first_key, last_key, first_dim, dims = place
             words = buffers[0]
             lane_cell = np.int32(cell + (cuda.laneid & 3) * 2 * value_pitch + (cuda.laneid >> 2) * 4)
-            if chunks > 0 and not mends:
-                for step in range(_TILE_WEIGHTS // step_weights):
+            if writes_out and not mends:
+                for step in range(tile_weights // step_weights):
                     load_values(shared, np.int32(lane_cell + step * 2 * step_weights * value_pitch), words)
                     add_step(shared, weights, step * step_weights, buffers, sums)
             elif in_pairs and not mends:
                 step = np.int32(0)
-                while step < _TILE_WEIGHTS // (2 * step_weights):
+                while step < tile_weights // (2 * step_weights):
                     add_two_steps(shared, lane_cell, weights, buffers, sums)
                     rotate_two_steps(weights)
                     lane_cell = np.int32(lane_cell + 4 * step_weights * value_pitch)
                     step = opaque(np.int32(step + 1))
             else:
                 step = np.int32(0)
-                while step < _TILE_WEIGHTS // step_weights:
+                while step < tile_weights // step_weights:
                     load_values(shared, lane_cell, words)
                     if mends:
                         step_key = np.int32(first_key + step * 2 * step_weights)
@@ -465,5 +542,5 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
 
     return ScoreTiles(
         start_piece, finish_pieces, put_piece, stage, stage_tiles, add_products, add_roughly, keep_queries, add_kept,
-        add_values, add_values_in_pairs,
+        start_queries, finish_queries, add_own, add_values, add_values_in_pairs,
     )  # fmt: skip

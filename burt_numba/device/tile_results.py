@@ -15,17 +15,21 @@ from burt_numba.device.vector import rotate_elements, store_vector
 from burt_numba.device.warp import FULL_MASK
 
 _ZERO = np.float32(0.0)
-_LARGEST_HALF = np.float32(65504.0)
 TILE_SUMS = VALUE_DIMS // 8 * 4
 """Sums that a lane has of a tile of queries."""
 VALUE_SUMS = ROW_TILES * TILE_SUMS
+
+
+def largest_result(kind: int) -> np.float32:
+    """The largest that the output's type holds."""
+    return np.float32(65504.0) if kind == HALF else FLOAT32_MAX
 
 
 class TileResults(NamedTuple):
     """Device functions for one type and one way to access memory."""
 
     report_results: Any
-    """``report_results(results, place, dims, rows_left, dims_left, errors)``"""
+    """``report_results(results, place, dims, rows_left, dims_left, errors)``, where some exceed ``largest_result``."""
     store_results: Any
     """``store_results(output, results, place, dims, rows_left, dims_left, stored)``; ``stored``: an array for a vector.
     """
@@ -35,14 +39,14 @@ class TileResults(NamedTuple):
 def tile_results(kind: int, vector: int) -> TileResults:
     """For EXACT, ROUNDED or HALF products, and accesses of ``vector`` elements (1: any strides)."""
     width = 8 if kind == HALF else 4
-    half = kind == HALF
+    largest = largest_result(kind)
     tile_columns = VALUE_DIMS // (8 * width)
     store = store_vector(width)
     rotate_results = rotate_elements(VALUE_SUMS, 8)
 
     @cuda.jit(device=True)
     def report_results(results, place, dims, rows_left, dims_left, errors):
-        """Results that their type does not hold become 0."""
+        """Results that are not finite become 0. A mean of float16 numbers is one: what exceeds them is rounding."""
         nans = np.int32(0)
         infinities = np.int32(0)
         first_nan = np.int64(0)
@@ -65,7 +69,8 @@ def tile_results(kind: int, vector: int) -> TileResults:
                         else:
                             first_nan = index if nans == 0 else min(first_nan, index)
                             nans += np.int32(1)
-                    results[each] = _ZERO
+                    value = _ZERO
+                results[each] = minimum(maximum(value, -largest), largest)
             rotate_results(results)
             first = opaque(np.int32(first + 8))
         record_bad_elements(errors, nans, infinities, first_nan, first_infinity, 32, FULL_MASK)
@@ -81,9 +86,7 @@ def tile_results(kind: int, vector: int) -> TileResults:
             dim = np.int32((column * 8 + (lane & 3) * 2 + odd) * width)
             first = row_tile * TILE_SUMS + column * width * 4 + below * 2 + odd
             for element in range(width):
-                value = results[first + element * 4]
-                # A mean of float16 numbers is one; what exceeds them is the rounding of the weights.
-                stored[element] = minimum(maximum(value, -_LARGEST_HALF), _LARGEST_HALF) if half else value
+                stored[element] = results[first + element * 4]
             if row < rows_left and dim < dims_left:
                 at = place + np.int64(row) * dims + dim
                 if vector > 1:

@@ -1,8 +1,12 @@
 """The kernel of biencoder_attention on tensor cores where there are at most FEW contexts: all of them at once.
 
-A warp has two tiles of 16 queries of a head. Their scores with all keys stay in its registers: each lane takes those of
-the query that it looks after (device.own_queries), finds its temperature without the others, and what they weigh is
-multiplied with the values. Keys and values are on their way to shared memory from the beginning.
+A warp has two tiles of 16 queries of a head. Lane (g = lane / 4, t = lane % 4) has 16 scores of each of queries g,
+g + 8, g + 16 and g + 24: they stay in its registers, first as scores, then as gaps, then as weights. All lanes add up
+what their scores weigh at the temperatures of their queries; of the sums, lane t of a row takes those of the query that
+it looks after, g + 8 t, and makes the next step for it.
+
+Keys and values are on their way to shared memory from the beginning. Queries come from memory as operands, a chunk
+ahead of the products.
 """
 
 from __future__ import annotations
@@ -12,42 +16,151 @@ from functools import cache
 import numpy as np
 
 from burt_numba.backend import cuda
-from burt_numba.biencoder_launches import FEW, FRAGMENT, HALF, MOST_TILES_WARPS, ROW_TILES, STRETCH, VALUE_DIMS
+from burt_numba.biencoder_launches import (
+    FEW,
+    FEW_TILES,
+    HALF,
+    MOST_TILES_WARPS,
+    ROW_TILES,
+    TILE_ROWS,
+    VALUE_DIMS,
+)
 from burt_numba.device.async_copies import close_group, shared_address, wait_for_copies, wait_for_older_groups
 from burt_numba.device.attention import context_count, report_sum, smallest_weight
-from burt_numba.device.entropy import GAP_RANGE, beta_of_two, first_beta, last_beta
+from burt_numba.device.entropy import GAP_RANGE, beta_of_two, first_beta, lanes_search, last_beta
 from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, exp2, maximum, minimum, opaque, whole_quotient
 from burt_numba.device.own_queries import (
-    PRODUCTS,
     SLOTS,
-    TILE_PRODUCTS,
     WARP_QUERIES,
     give,
+    own_number,
+    own_sum,
     report_out_of_reach,
     score_bits,
-    search_few,
-    take_own,
 )
-from burt_numba.device.query_tiles import query_tiles
+from burt_numba.device.query_tiles import leave_out_absent_of, report_queries, report_scores_of, zero_overflows_of
 from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
 from burt_numba.device.score_tiles import own_place, own_start, score_tiles
 from burt_numba.device.staged_rows import PIECES, staged_rows
-from burt_numba.device.tile_results import TILE_SUMS, VALUE_SUMS, tile_results
-from burt_numba.device.vector import rotate_elements
-from burt_numba.device.warp import FULL_MASK, any_lane
+from burt_numba.device.tile_results import TILE_SUMS, VALUE_SUMS, largest_result, tile_results
+from burt_numba.device.warp import FULL_MASK, any_lane, shuffle_xor
 
 _ZERO = np.float32(0.0)
 _ONE = np.float32(1.0)
 _TWO = np.float32(2.0)
 _HALF_OF = np.float32(0.5)
+_TILE_SCORES = FEW // 2
+"""Scores that a lane has of 16 queries: of each of two, a fourth."""
+_SCORES = ROW_TILES * _TILE_SCORES
+_KEY_WORDS = 4 * FEW_TILES
+_report_scores = report_scores_of(FEW_TILES)
+_zero_overflows = zero_overflows_of(_SCORES)
+_leave_out_absent = leave_out_absent_of(FEW_TILES)
 
 
 @cuda.jit(device=True)
-def _swap(some, others):
-    for place in range(PRODUCTS):
-        held = some[place]
-        some[place] = others[place]
-        others[place] = held
+def _slot_of(first_score, each):
+    """Of which of its four queries a lane has a score. Loops go over a tile: of twice as many the compiler makes none
+    into straight code, without which an array cannot lie in registers."""
+    return first_score // _TILE_SCORES * 2 + (each >> 1 & 1)
+
+
+@cuda.jit(device=True)
+def _two_greatest_of_tile(scores, first_score, maxima, runners_up):
+    for each in range(_TILE_SCORES):
+        slot = _slot_of(first_score, each)
+        score = scores[first_score + each]
+        runners_up[slot] = maximum(runners_up[slot], minimum(maxima[slot], score))
+        maxima[slot] = maximum(maxima[slot], score)
+
+
+@cuda.jit(device=True)
+def _join_two_greatest(maxima, runners_up, step):
+    for slot in range(SLOTS):
+        other = shuffle_xor(maxima[slot], step, FULL_MASK)
+        next_one = maximum(runners_up[slot], shuffle_xor(runners_up[slot], step, FULL_MASK))
+        runners_up[slot] = maximum(next_one, minimum(maxima[slot], other))
+        maxima[slot] = maximum(maxima[slot], other)
+
+
+@cuda.jit(device=True)
+def _take_two_greatest(scores, maxima, runners_up):
+    """Of each query of a lane, the greatest score and the next."""
+    for slot in range(SLOTS):
+        maxima[slot] = NEGATIVE_INFINITY
+        runners_up[slot] = NEGATIVE_INFINITY
+    _two_greatest_of_tile(scores, 0, maxima, runners_up)
+    _two_greatest_of_tile(scores, _TILE_SCORES, maxima, runners_up)
+    _join_two_greatest(maxima, runners_up, 1)
+    _join_two_greatest(maxima, runners_up, 2)
+
+
+@cuda.jit(device=True)
+def _set_gaps_of_tile(scores, first_score, half_maxima, bits, gap_limit):
+    for each in range(_TILE_SCORES):
+        half_maximum = half_maxima[_slot_of(first_score, each)]
+        gap = (half_maximum - _HALF_OF * scores[first_score + each]) * bits
+        scores[first_score + each] = minimum(gap, gap_limit)
+
+
+@cuda.jit(device=True)
+def _add_sums_of_tile(gaps, first_score, betas, totals, firsts, seconds):
+    for each in range(_TILE_SCORES):
+        slot = _slot_of(first_score, each)
+        t = betas[slot] * gaps[first_score + each]
+        weight = exp2(-t)
+        weighted = t * weight
+        totals[slot] += weight
+        firsts[slot] += weighted
+        seconds[slot] += weighted * t
+
+
+@cuda.jit(device=True)
+def _sums_of_all(data, beta):
+    """Sums at the temperature of each query, those of the query that the lane looks after."""
+    gaps, turn, betas, totals, firsts, seconds = data
+    give(beta, betas)
+    for slot in range(SLOTS):
+        totals[slot] = _ZERO
+        firsts[slot] = _ZERO
+        seconds[slot] = _ZERO
+    _add_sums_of_tile(gaps, 0, betas, totals, firsts, seconds)
+    _add_sums_of_tile(gaps, _TILE_SCORES, betas, totals, firsts, seconds)
+    return own_sum(totals, turn), own_sum(firsts, turn), own_sum(seconds, turn)
+
+
+@cuda.jit(device=True)
+def _set_weights_of_tile(scores, first_score, betas, lift):
+    for each in range(_TILE_SCORES):
+        t = betas[_slot_of(first_score, each)] * scores[first_score + each]
+        scores[first_score + each] = exp2(lift - t)
+
+
+@cuda.jit(device=True)
+def _leave_out_light(weights, first_score, shares, smallest, by_shares):
+    """Weights that carry nothing become 0, others parts of their sum where they are looked at ``by_shares``."""
+    for each in range(_TILE_SCORES):
+        weight = weights[first_score + each]
+        share = weight * shares[_slot_of(first_score, each)]
+        kept = share if by_shares else weight
+        weights[first_score + each] = kept if share > smallest else _ZERO
+
+
+@cuda.jit(device=True)
+def _has_unfit(scores, first_score, product_limit):
+    bad = False
+    for each in range(_TILE_SCORES):
+        bad |= not (abs(scores[first_score + each]) <= product_limit)
+    return bad
+
+
+@cuda.jit(device=True)
+def _negate(scores, first_score):
+    for each in range(_TILE_SCORES):
+        scores[first_score + each] = -scores[first_score + each]
+
+
+_search_all = lanes_search(_sums_of_all)
 
 
 @cache
@@ -58,22 +171,27 @@ def few_kernel(kind: int, vector: int):
     chunk = 4 * width
     # In float16 a weight is lifted, relative to the greatest: below 2**-14 numbers of that type have fewer digits.
     lift = np.float32(15.0 if half else 0.0)
+    largest = largest_result(kind)
     pieces_words = PIECES * width
     value_pieces = VALUE_DIMS // width
     value_pitch = np.int32(4 * value_pieces + 4)
     value_shift = np.int32(value_pieces.bit_length() - 1)
     fragment_type = np.uint32 if half else np.float32
-    add_values = score_tiles(kind, vector).add_values
-    put_queries, first_scores, _scores_again, _scores_of_part = query_tiles(kind, vector, 0)
+    tiles = score_tiles(kind, vector, 0, FEW_TILES)
+    start_queries, finish_queries, add_own, add_values = (
+        tiles.start_queries,
+        tiles.finish_queries,
+        tiles.add_own,
+        tiles.add_values,
+    )
     report_results, store_results = tile_results(kind, vector)
     stage = staged_rows(half, vector, True).stage
-    rotate_few = rotate_elements(FEW, STRETCH)
 
     @cuda.jit(device=True)
     def stage_all(array, place, length, first_dim, dims, pieces, lanes_shift, shared, cell, pitch, staging):
-        """The block's threads start to copy all keys or values; as many rows as whole stretches have."""
+        """The block's threads start to copy all keys or values, and the last one again for those that are not there."""
         start, stride, dim_stride = place
-        rows = np.int32(0 if length == 0 else STRETCH if length <= STRETCH else FEW)
+        rows = np.int32(0 if length == 0 else FEW)
         rows_place = (start, stride, dim_stride, np.int32(0), np.int32(length - 1), first_dim)
         thread, threads = np.int32(cuda.threadIdx.x), np.int32(cuda.blockDim.x)
         stage(array, rows_place, rows, dims, pieces, lanes_shift, thread, threads, shared, cell, pitch, staging)
@@ -128,34 +246,33 @@ def few_kernel(kind: int, vector: int):
         counts = cuda.shared.array(MOST_TILES_WARPS, np.int32)
         piece_words = cuda.local.array(pieces_words, np.uint32)
         piece_numbers = cuda.local.array(pieces_words, np.float32)
-        words = cuda.local.array(TILE_PRODUCTS, np.uint32)
-        numbers = cuda.local.array(TILE_PRODUCTS, np.float32)
-        low = cuda.local.array(TILE_PRODUCTS, np.float32)
-        left_words = cuda.local.array(8, np.uint32)
-        left = cuda.local.array(8, np.float32)
-        left_low = cuda.local.array(8, np.float32)
+        words = cuda.local.array(_KEY_WORDS, np.uint32)
+        numbers = cuda.local.array(_KEY_WORDS, np.float32)
+        low = cuda.local.array(_KEY_WORDS, np.float32)
+        left_words = cuda.local.array(16, np.uint32)
+        left = cuda.local.array(16, np.float32)
+        left_low = cuda.local.array(16, np.float32)
         step_sums = cuda.local.array(4, np.float32)
         right = cuda.local.array(2, np.float32)
         right_words = cuda.local.array(2, np.uint32)
         right_low = cuda.local.array(2, np.float32)
-        products = cuda.local.array(PRODUCTS, np.float32)
-        other_products = cuda.local.array(PRODUCTS, np.float32)
-        few = cuda.local.array(FEW, np.float32)
-        half_maxima = cuda.local.array(SLOTS, np.float32)
-        factors = cuda.local.array(SLOTS, np.float32)
+        scores = cuda.local.array(_SCORES, np.float32)
+        maxima = cuda.local.array(SLOTS, np.float32)
+        runners_up = cuda.local.array(SLOTS, np.float32)
+        betas = cuda.local.array(SLOTS, np.float32)
+        totals = cuda.local.array(SLOTS, np.float32)
+        firsts = cuda.local.array(SLOTS, np.float32)
+        seconds = cuda.local.array(SLOTS, np.float32)
         shares = cuda.local.array(SLOTS, np.float32)
         results = cuda.local.array(VALUE_SUMS, np.float32)
         stored = cuda.local.array(width, np.float32)
         lane = np.int32(cuda.laneid)
-        warp = np.int32(cuda.threadIdx.x >> 5)
-        warps = np.int32(cuda.blockDim.x >> 5)
         turn = np.int32(lane & 3)
-        own_row = np.int32((turn >> 1) * 16 + (turn & 1) * 8 + (lane >> 2))
+        own_row = np.int32((turn >> 1) * TILE_ROWS + (turn & 1) * 8 + (lane >> 2))
 
         sample_head, first_query = own_place(queries)
         sample = whole_quotient(sample_head, np.int32(heads))
         head = np.int32(sample_head - sample * heads)
-        key_head = whole_quotient(head, np.int32(group))
         valid = np.int32(min(queries - first_query, WARP_QUERIES))
         leads = first_query == 0 and lane == 0
         length_place = lengths_origin + np.int64(sample) * length_stride
@@ -163,11 +280,8 @@ def few_kernel(kind: int, vector: int):
             context_lengths, length_place, length_words, contexts, sample, leads and head == 0, errors
         )
         chunks = np.int32((dims + chunk - 1) // chunk)
-        tile_cells = np.int32(chunks * FRAGMENT)
-        first_cell = np.int32(warp * ROW_TILES * tile_cells)
         key_pitch = np.int32(16 * (chunks | 1))
-        keys_cell = np.int32(warps * ROW_TILES * tile_cells)
-        values_cell = np.int32(keys_cell + FEW * key_pitch)
+        values_cell = np.int32(FEW * key_pitch)
         key_pieces = np.int32(4 * chunks)
         key_shift = np.int32(2)
         while key_shift < 5 and (1 << key_shift) < key_pieces:
@@ -178,64 +292,57 @@ def few_kernel(kind: int, vector: int):
         values_start = own_start(values_origin, values_sample_stride, values_head_stride, heads, group, queries)
         value_place = (values_start, value_stride, value_dim_stride)
         no_dim = np.int32(0)
-        stage_all(keys, key_place, length, no_dim, dims, key_pieces, key_shift, shared, keys_cell, key_pitch, staging)
+        stage_all(keys, key_place, length, no_dim, dims, key_pieces, key_shift, shared, no_dim, key_pitch, staging)
         stage_all(
             values, value_place, length, no_dim, dims, value_pieces, value_shift, shared, values_cell, value_pitch,
             staging,
         )  # fmt: skip
         bound_place = bounds_origin + np.int64(head) * bound_stride
         bound = row_bound(head_bounds, bound_place, entropy_bound, head, leads and sample == 0, errors)
-        row = np.int64(sample_head) * queries + first_query
         query_start = query_origin + sample * query_sample_stride + head * query_head_stride
         query_start += first_query * query_stride
-        put_queries(
-            query,
-            (query_start, query_stride, query_dim_stride),
-            valid,
-            np.int32(dims),
-            shared,
-            first_cell,
-            tile_cells,
-            -_ONE if scale < _ZERO else _ONE,
-            (piece_words, piece_numbers),
-            row * dims,
-            errors,
-        )
-        key_index = (np.int64(sample) * (heads // group) + key_head) * contexts * dims
-        reports_keys = first_query == 0 and head % group == 0
-        report = (
-            (keys_start, key_stride, key_dim_stride, key_index),
-            contexts,
-            row * contexts,
-            valid,
-            dims,
-            reports_keys,
-        )
+        query_place = (query_start, query_stride, query_dim_stride)
         buffers = (words, numbers, low, left_words, left, left_low, step_sums)
         product_limit = FLOAT32_MAX / maximum(abs(scale), _ONE)
-        wait_for_older_groups()
-        cuda.syncthreads()  # the keys are there
 
-        for each in range(FEW):
-            few[each] = NEGATIVE_INFINITY
-        for product in range(PRODUCTS):
-            other_products[product] = NEGATIVE_INFINITY
-        first_key = np.int32(0)
-        while first_key < FEW:
-            if first_key < length:
-                cells = (first_cell, tile_cells, np.int32(keys_cell + first_key * key_pitch), key_pitch)
-                first_scores(
-                    shared, cells, first_key, length, product_limit, dims, True, buffers, products, keys, report, errors
-                )
-            else:
-                for product in range(PRODUCTS):
-                    products[product] = NEGATIVE_INFINITY
-            take_own(products, turn, few)
-            rotate_few(few)
-            _swap(products, other_products)
-            first_key = opaque(np.int32(first_key + STRETCH))
+        # Once more, with reports, where some product is not fit for a score; so it is where a query is not finite.
+        mends = False
+        scoring = True
+        while scoring:
+            start_queries(query, query_place, valid, no_dim, np.int32(dims), piece_words, piece_numbers)
+            for each in range(_SCORES):
+                scores[each] = _ZERO
+            if not mends:
+                wait_for_older_groups()
+                cuda.syncthreads()  # the keys are there
+            key_cell = np.int32((lane >> 2) * key_pitch + turn * 4)
+            dim = np.int32(0)
+            while dim < dims and length > 0:
+                finish_queries(query, mends, piece_words, piece_numbers, buffers)
+                dim = opaque(np.int32(dim + chunk))
+                start_queries(query, query_place, valid, dim, np.int32(dims), piece_words, piece_numbers)
+                add_own(shared, key_cell, key_pitch, mends, buffers, scores)
+                key_cell = np.int32(key_cell + 16)
+            bad = length == 0 or _has_unfit(scores, 0, product_limit)
+            bad |= _has_unfit(scores, _TILE_SCORES, product_limit)
+            if mends:
+                row = np.int64(sample_head) * queries + first_query
+                report_queries(query, query_place, valid, dims, row * dims, errors)
+                key_head = whole_quotient(head, np.int32(group))
+                key_index = (np.int64(sample) * (heads // group) + key_head) * contexts * dims
+                reports_keys = first_query == 0 and head % group == 0
+                own_keys = (keys_start, key_stride, key_dim_stride, key_index)
+                report = (own_keys, contexts, row * contexts, valid, dims, reports_keys)
+                _report_scores(scores, report, no_dim, length, product_limit, keys, errors)
+                _zero_overflows(scores, product_limit)
+            scoring = not mends and valid > 0 and any_lane(bad, FULL_MASK)
+            mends = True
+        if scale < _ZERO:
+            _negate(scores, 0)
+            _negate(scores, _TILE_SCORES)
+        _leave_out_absent(scores, no_dim, length)
 
-        # The temperature of the query that the lane looks after. Numbers that the products do not need are made anew.
+        # Numbers that the products do not need are made anew.
         sample_head, first_query = own_place(queries)
         row = np.int64(sample_head) * queries + first_query
         owns = own_row < valid
@@ -243,37 +350,29 @@ def few_kernel(kind: int, vector: int):
         highest_beta = last_beta(temperature_min, lowest_beta)
         gap_limit = GAP_RANGE / lowest_beta
         bits = score_bits(scale)
-        row_max, runner_up = NEGATIVE_INFINITY, NEGATIVE_INFINITY
-        for each in range(FEW):
-            runner_up = maximum(runner_up, minimum(row_max, few[each]))
-            row_max = maximum(row_max, few[each])
-        if row_max == NEGATIVE_INFINITY:
-            row_max = _ZERO
-        # Halves first: two numbers of float32 may lie further apart than its range.
-        half_maximum = _HALF_OF * row_max
-        for each in range(FEW):
-            few[each] = minimum((half_maximum - _HALF_OF * few[each]) * bits, gap_limit)
-        beta, total, entropy = lowest_beta, _ONE, _ZERO
+        _take_two_greatest(scores, maxima, runners_up)
+        for slot in range(SLOTS):
+            # Halves first: two numbers of float32 may lie further apart than its range.
+            maxima[slot] = _HALF_OF * maxima[slot] if maxima[slot] > NEGATIVE_INFINITY else _ZERO
+        _set_gaps_of_tile(scores, 0, maxima, bits, gap_limit)
+        _set_gaps_of_tile(scores, _TILE_SCORES, maxima, bits, gap_limit)
+        half_maximum = own_number(maxima, turn)
+        gap = minimum((half_maximum - _HALF_OF * own_number(runners_up, turn)) * bits, gap_limit)
+        start_beta = beta_of_two(gap, bound, lowest_beta, highest_beta)
+        data = (scores, turn, betas, totals, firsts, seconds)
+        sought = bound if owns else FLOAT32_MAX
+        beta, total, entropy = _search_all(data, sought, start_beta, highest_beta, max_iterations)
         if owns:
-            gap = minimum((half_maximum - _HALF_OF * runner_up) * bits, gap_limit)
-            start_beta = beta_of_two(gap, bound, lowest_beta, highest_beta)
-            beta, total, entropy = search_few(few, True, bound, start_beta, highest_beta, max_iterations)
             write_row(row + own_row, beta, entropy, temperature_min, temperature_max, temperature_out, entropy_out)
             row_top = _TWO * half_maximum * abs(scale)
             report_sum(row + own_row, row_top, total, temperature_min, temperature_max, lse_out, errors)
         is_over = owns and is_out_of_reach(entropy, bound)
-        report_out_of_reach(is_over, row - warp * WARP_QUERIES, own_row, counts, errors)
-        give(half_maximum, half_maxima)
-        give(minimum(beta * bits, FLOAT32_MAX), factors)
+        report_out_of_reach(is_over, row - np.int32(cuda.threadIdx.x >> 5) * WARP_QUERIES, own_row, counts, errors)
+        give(beta, betas)
         # Where there is no query, no value has weight.
         give(exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
-
-        for _stretch in range(2):
-            for product in range(PRODUCTS):
-                slot = product // TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                t = minimum((half_maxima[slot] - _HALF_OF * products[product]) * factors[slot], GAP_RANGE)
-                products[product] = exp2(lift - t) if half else exp2(-t)
-            _swap(products, other_products)
+        _set_weights_of_tile(scores, 0, betas, lift)
+        _set_weights_of_tile(scores, _TILE_SCORES, betas, lift)
 
         smallest = smallest_weight(length)
         value_buffers = (words, numbers, left_words, left, left_low, step_sums, right, right_words, right_low)
@@ -295,31 +394,19 @@ def few_kernel(kind: int, vector: int):
             while adding:
                 for place in range(VALUE_SUMS):
                     results[place] = _ZERO
-                first_key = np.int32(0)
-                while first_key < FEW:
-                    if first_key < length:
-                        events_place = (
-                            queries, heads, group, contexts, first_key, np.int32(length - 1), first_dim, dims
-                        )  # fmt: skip
-                        value_cell = np.int32(values_cell + first_key * value_pitch)
-                        add_values(shared, value_cell, events_place, products, mends, errors, value_buffers, results)
-                    _swap(products, other_products)
-                    first_key = opaque(np.int32(first_key + STRETCH))
+                if length > 0:
+                    events_place = (queries, heads, group, contexts, no_dim, np.int32(length - 1), first_dim, dims)
+                    add_values(shared, values_cell, events_place, scores, mends, errors, value_buffers, results)
                 bad = False
                 for place in range(VALUE_SUMS):
                     results[place] *= shares[place // TILE_SUMS * 2 + ((place >> 1) & 1)]
-                    bad |= not (abs(results[place]) <= FLOAT32_MAX)
+                    bad |= not (abs(results[place]) <= largest)
                 bad = any_lane(bad, FULL_MASK)
                 adding = bad and not mends
                 if adding:
                     # From now on what carries nothing is not looked at, and no sum overflows that the result does not.
-                    for _stretch in range(2):
-                        for product in range(PRODUCTS):
-                            slot = product // TILE_PRODUCTS * 2 + ((product >> 1) & 1)
-                            share = products[product] * shares[slot]
-                            kept = products[product] if half else share
-                            products[product] = kept if share > smallest else _ZERO
-                        _swap(products, other_products)
+                    _leave_out_light(scores, 0, shares, smallest, not half)
+                    _leave_out_light(scores, _TILE_SCORES, shares, smallest, not half)
                     for slot in range(SLOTS):
                         shares[slot] = shares[slot] if half else _ONE
                     mends = True

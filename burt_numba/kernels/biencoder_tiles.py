@@ -75,7 +75,7 @@ from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
 from burt_numba.device.score_tiles import SIDE_SUMS, own_place, own_start, score_tiles
 from burt_numba.device.staged_rows import PIECES
 from burt_numba.device.tensor_cores import pair_of_halves
-from burt_numba.device.tile_results import TILE_SUMS, VALUE_SUMS, tile_results
+from burt_numba.device.tile_results import TILE_SUMS, VALUE_SUMS, largest_result, tile_results
 from burt_numba.device.vector import element_at, rotate_elements, set_element
 from burt_numba.device.warp import (
     FULL_MASK,
@@ -293,6 +293,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
     stage, add_products, add_values = tiles.stage, tiles.add_products, tiles.add_values_in_pairs
     put_queries, first_scores, scores_again, scores_of_part = query_tiles(kind, vector, chunks_made_for)
     report_results, store_results = tile_results(kind, vector)
+    largest = largest_result(kind)
     rotate_few = rotate_elements(FEW, STRETCH)
     # Exact products are worth an exact difference.
     by_lines = kind != EXACT
@@ -702,7 +703,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
         if owns:
             gap = minimum((half_maximum - _HALF_OF * runner_up) * bits, gap_limit)
             low_beta = beta_of_two(gap, bound, lowest_beta, highest_beta)
-            beta, total, _entropy = search_few(few, False, bound, low_beta, highest_beta, max_iterations)
+            beta, total, _entropy = search_few(few, bound, low_beta, highest_beta)
             if is_rough and not flawed:
                 low_beta = _BELOW * lowest_beta
         # Without a bound nothing is searched for.
@@ -990,7 +991,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
                 bad = False
                 for place in range(VALUE_SUMS):
                     results[place] *= finals[place // TILE_SUMS * 2 + ((place >> 1) & 1)]
-                    bad |= not (abs(results[place]) <= FLOAT32_MAX)
+                    bad |= not (abs(results[place]) <= largest)
                 bad = cuda.syncthreads_or(np.int32(bad)) != 0
                 own_cell = np.int64(opaque(np.int32(cuda.threadIdx.x)))
                 half_maximum = element_at(own_numbers, own_cell)
