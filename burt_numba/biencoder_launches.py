@@ -44,8 +44,8 @@ VALUE_DIMS = 64
 MOST_TILES_WARPS = 4
 TILES_RESIDENT = 256
 """Threads that a multiprocessor holds at least: 255 registers each."""
-FEW_RESIDENT = 384
-"""The same of the kernel of few contexts."""
+FEW_RESIDENT = {EXACT: 256, ROUNDED: 384, HALF: 384}
+"""The same of the kernel of few contexts. Exact products have twice as many operands: 168 registers are too few."""
 _TILES_CHUNKS: dict[int, tuple[int, ...]] = {EXACT: (), ROUNDED: (4,), HALF: (2,)}
 _STATIC_BYTES = 5120
 _SYSTEM_BYTES = 1024
@@ -123,7 +123,7 @@ def tiles_chunks(kind: int, vector: int) -> tuple[int, ...]:
 
 def few_kernel_spec(kind: int, vector: int) -> KernelSpec:
     """For at most FEW contexts."""
-    return _on_tensor_cores("few", (kind, vector), FEW_RESIDENT)
+    return _on_tensor_cores("few", (kind, vector), FEW_RESIDENT[kind])
 
 
 def tiles_kernel_spec(kind: int, vector: int, chunks: int = 0) -> KernelSpec:

@@ -10,7 +10,7 @@ import numpy as np
 from burt_numba.backend import cuda
 from burt_numba.biencoder_launches import EXACT, HALF, KEY_TILES, ROW_TILES, TILE_ROWS, stretches_of
 from burt_numba.device.events import record_bad_elements
-from burt_numba.device.numeric import NEGATIVE_INFINITY, opaque
+from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, opaque, reciprocal
 from burt_numba.device.own_queries import PRODUCTS, WARP_QUERIES
 from burt_numba.device.rows import finite_or_zero, not_finite, report_not_finite
 from burt_numba.device.score_tiles import score_tiles
@@ -19,6 +19,8 @@ from burt_numba.device.vector import rotate_elements
 from burt_numba.device.warp import FULL_MASK, any_lane, sync_warp
 
 _ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_BELOW_ONE = np.float32(1 - 2**-22)
 LARGEST_TAME = np.float32(2.0**29)
 """Products of 256 such numbers, times any scale that this kernel takes, are finite, and their sums in any order."""
 
@@ -36,6 +38,13 @@ class QueryTiles(NamedTuple):
     """``scores_again(shared, cells, first_key, length, product_limit, dims, flawed, buffers, sums)``"""
     scores_of_part: Any
     """As ``scores_again``, of a fourth of the keys that a block works on at a time, from ``first_key`` on."""
+
+
+@cuda.jit(device=True)
+def largest_product(scale):
+    """Of which a score is finite. (An exact quotient of so large a number takes a subroutine.)"""
+    size = abs(scale)
+    return FLOAT32_MAX if size <= _ONE else FLOAT32_MAX * _BELOW_ONE * reciprocal(size)
 
 
 @cuda.jit(device=True)

@@ -114,7 +114,8 @@ class ScoreTiles(NamedTuple):
     """``start_queries(query, place, valid, dim, dims, words, numbers)``: starts to load a chunk of the warp's queries,
     each lane what it needs of them."""
     finish_queries: Any
-    """``finish_queries(query, mends, words, numbers, buffers)``: the chunk is there, as operands of ``add_own``."""
+    """``finish_queries(query, mends, words, numbers, buffers)``: the chunk is there, as operands of ``add_own``.
+    Whether some cannot be, which their products might not show."""
     add_own: Any
     """``add_own(shared, key_cell, pitch, mends, buffers, sums)``: adds the products of such a chunk; ``key_cell``: of
     the chunk, where the lane's part of the first key begins."""
@@ -258,7 +259,7 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
             squares[part] = cuda.fma(values[place], values[place], squares[part])
 
     own_pieces = 2 * ROW_TILES
-    finish_own = finish_pieces
+    load_word, unpack_own = load_vector(halves), unpack_vectors(halves, 4 * own_pieces)
     make_queries_finite = _make_finite(4 * own_pieces, halves)
     add_own_tile = tile_of(exact)
     # Written out, the steps of many keys leave no array to be turned.
@@ -271,12 +272,23 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
         for piece in range(own_pieces):
             row = np.int32(piece * 8 + (cuda.laneid >> 2))
             last = dims if row < valid else np.int32(0)
-            start_piece(query, start + row * stride, dim_stride, first, last, words, numbers, piece)
+            offset = start + row * stride
+            if vector == 1:
+                start_piece(query, offset, dim_stride, first, last, words, numbers, piece)
+            elif first < last:
+                # Word by word: an operand has words of two queries side by side, and such loads let them be there.
+                for word in range(4):
+                    load_word(query, offset + first + word * halves, words, piece * width + word * halves)
+            else:
+                for word in range(width):
+                    words[piece * width + word] = np.uint32(0)
 
     @cuda.jit(device=True)
     def finish_queries(query, mends, words, numbers, buffers):
         left_words, left = buffers[3], buffers[4]
-        finish_own(query, words, numbers)
+        bad = False
+        if vector > 1:
+            unpack_own(query, words, numbers)
         for place in range(4 * own_pieces):
             piece, word = place // 4, place % 4
             at = ((piece // 2 * 2 + word // 2) * 2 + word % 2) * 2 + piece % 2
@@ -289,12 +301,14 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                     number = finite_or_zero(number)
                 if not exact:
                     number *= _CUT_MENDED
+                    bad |= not (abs(number) <= _LARGEST_ROUNDED)
                     if mends:
                         number = minimum(maximum(number, -_LARGEST_ROUNDED), _LARGEST_ROUNDED)
                     number = rounded(number)
                 left[at] = number
         if half and mends:
             make_queries_finite(left_words)
+        return bad
 
     @cuda.jit(device=True)
     def add_own(shared, key_cell, pitch, mends, buffers, sums):
@@ -515,6 +529,16 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                 for step in range(tile_weights // step_weights):
                     load_values(shared, np.int32(lane_cell + step * 2 * step_weights * value_pitch), words)
                     add_step(shared, weights, step * step_weights, buffers, sums)
+            elif exact and not in_pairs and not mends:
+                # Two at a time, which halves the turns of the weights.
+                step = np.int32(0)
+                while step < tile_weights // (2 * step_weights):
+                    for part in range(2):
+                        load_values(shared, lane_cell, words)
+                        add_step(shared, weights, part * step_weights, buffers, sums)
+                        lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
+                    rotate_two_steps(weights)
+                    step = opaque(np.int32(step + 1))
             elif in_pairs and not mends:
                 step = np.int32(0)
                 while step < tile_weights // (2 * step_weights):

@@ -12,8 +12,6 @@ Which places of the inner axis are called t and t + 4 is the caller's choice, as
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from burt_numba.backend import SIMULATED
@@ -51,8 +49,11 @@ if SIMULATED:
         low[place] = value - upper
 
     def rounded(value):
-        """A float32 number to the nearest of 11 significant bits, of two as near the one farther from 0."""
-        return _kept(value, _HALF) if math.isfinite(value) else value
+        """What a tensor core takes for the nearest float32 number of 11 significant bits, of two as near the farther.
+
+        The number is to be finite, and so is the result. Bits that a tensor core does not look at may be left.
+        """
+        return _kept(value, _HALF)
 
     def pair_of_halves(first, second):
         """Two float32 numbers as a word of two float16 numbers, the first in the lower bits."""
@@ -122,8 +123,9 @@ else:
     @intrinsic
     def rounded(typingctx, value):
         def codegen(context, builder, signature, args):
+            # One instruction; the conversion takes four, to keep what is not finite.
             word = ir.IntType(32)
-            bits = assembly(builder, word, args, "cvt.rna.tf32.f32 $0, $1;", "=r,f")
+            bits = builder.add(builder.bitcast(args[0], word), ir.Constant(word, _HALF))
             return builder.bitcast(bits, ir.FloatType())
 
         return types.float32(types.float32), codegen

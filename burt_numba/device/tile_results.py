@@ -76,7 +76,7 @@ def tile_results(kind: int, vector: int) -> TileResults:
         record_bad_elements(errors, nans, infinities, first_nan, first_infinity, 32, FULL_MASK)
 
     @cuda.jit(device=True)
-    def store_results(output, results, place, dims, rows_left, dims_left, stored):
+    def store_some(output, results, place, dims, rows_left, dims_left, stored, are_all_there):
         # Made anew: the places of all rows would else be kept over the passes.
         lane = opaque(np.int32(cuda.laneid))
         for vector_place in range(VALUE_SUMS // width):
@@ -87,7 +87,7 @@ def tile_results(kind: int, vector: int) -> TileResults:
             first = row_tile * TILE_SUMS + column * width * 4 + below * 2 + odd
             for element in range(width):
                 stored[element] = results[first + element * 4]
-            if row < rows_left and dim < dims_left:
+            if are_all_there or (row < rows_left and dim < dims_left):
                 at = place + np.int64(row) * dims + dim
                 if vector > 1:
                     store(output, at, stored, 0)
@@ -95,5 +95,13 @@ def tile_results(kind: int, vector: int) -> TileResults:
                     for element in range(width):
                         if dim + element < dims_left:
                             output[at + element] = stored[element]
+
+    @cuda.jit(device=True)
+    def store_results(output, results, place, dims, rows_left, dims_left, stored):
+        # Without a branch for each store, none waits for the registers of the one before.
+        if vector > 1 and rows_left >= ROW_TILES * TILE_ROWS and dims_left >= VALUE_DIMS:
+            store_some(output, results, place, dims, rows_left, dims_left, stored, True)
+        else:
+            store_some(output, results, place, dims, rows_left, dims_left, stored, False)
 
     return TileResults(report_results, store_results)

@@ -28,7 +28,16 @@ from burt_numba.biencoder_launches import (
 from burt_numba.device.async_copies import close_group, shared_address, wait_for_copies, wait_for_older_groups
 from burt_numba.device.attention import context_count, report_sum, smallest_weight
 from burt_numba.device.entropy import GAP_RANGE, beta_of_two, first_beta, lanes_search, last_beta
-from burt_numba.device.numeric import FLOAT32_MAX, NEGATIVE_INFINITY, exp2, maximum, minimum, opaque, whole_quotient
+from burt_numba.device.numeric import (
+    FLOAT32_MAX,
+    NEGATIVE_INFINITY,
+    exp2,
+    maximum,
+    minimum,
+    opaque,
+    reciprocal,
+    whole_quotient,
+)
 from burt_numba.device.own_queries import (
     SLOTS,
     WARP_QUERIES,
@@ -38,7 +47,13 @@ from burt_numba.device.own_queries import (
     report_out_of_reach,
     score_bits,
 )
-from burt_numba.device.query_tiles import leave_out_absent_of, report_queries, report_scores_of, zero_overflows_of
+from burt_numba.device.query_tiles import (
+    largest_product,
+    leave_out_absent_of,
+    report_queries,
+    report_scores_of,
+    zero_overflows_of,
+)
 from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
 from burt_numba.device.score_tiles import own_place, own_start, score_tiles
 from burt_numba.device.staged_rows import PIECES, staged_rows
@@ -287,9 +302,10 @@ def few_kernel(kind: int, vector: int):
         while key_shift < 5 and (1 << key_shift) < key_pieces:
             key_shift = np.int32(key_shift + 1)
         staging = (piece_words, piece_numbers, shared_address(shared))
-        keys_start = own_start(keys_origin, keys_sample_stride, keys_head_stride, heads, group, queries)
+        key_head = whole_quotient(head, np.int32(group))
+        keys_start = keys_origin + sample * keys_sample_stride + key_head * keys_head_stride
         key_place = (keys_start, key_stride, key_dim_stride)
-        values_start = own_start(values_origin, values_sample_stride, values_head_stride, heads, group, queries)
+        values_start = values_origin + sample * values_sample_stride + key_head * values_head_stride
         value_place = (values_start, value_stride, value_dim_stride)
         no_dim = np.int32(0)
         stage_all(keys, key_place, length, no_dim, dims, key_pieces, key_shift, shared, no_dim, key_pitch, staging)
@@ -303,7 +319,7 @@ def few_kernel(kind: int, vector: int):
         query_start += first_query * query_stride
         query_place = (query_start, query_stride, query_dim_stride)
         buffers = (words, numbers, low, left_words, left, left_low, step_sums)
-        product_limit = FLOAT32_MAX / maximum(abs(scale), _ONE)
+        product_limit = largest_product(scale)
 
         # Once more, with reports, where some product is not fit for a score; so it is where a query is not finite.
         mends = False
@@ -316,19 +332,25 @@ def few_kernel(kind: int, vector: int):
                 wait_for_older_groups()
                 cuda.syncthreads()  # the keys are there
             key_cell = np.int32((lane >> 2) * key_pitch + turn * 4)
+            bad = length == 0
             dim = np.int32(0)
             while dim < dims and length > 0:
-                finish_queries(query, mends, piece_words, piece_numbers, buffers)
+                if mends:
+                    finish_queries(query, True, piece_words, piece_numbers, buffers)
+                else:
+                    bad |= finish_queries(query, False, piece_words, piece_numbers, buffers)
                 dim = opaque(np.int32(dim + chunk))
                 start_queries(query, query_place, valid, dim, np.int32(dims), piece_words, piece_numbers)
-                add_own(shared, key_cell, key_pitch, mends, buffers, scores)
+                if mends:
+                    add_own(shared, key_cell, key_pitch, True, buffers, scores)
+                else:
+                    add_own(shared, key_cell, key_pitch, False, buffers, scores)
                 key_cell = np.int32(key_cell + 16)
-            bad = length == 0 or _has_unfit(scores, 0, product_limit)
+            bad |= _has_unfit(scores, 0, product_limit)
             bad |= _has_unfit(scores, _TILE_SCORES, product_limit)
             if mends:
                 row = np.int64(sample_head) * queries + first_query
                 report_queries(query, query_place, valid, dims, row * dims, errors)
-                key_head = whole_quotient(head, np.int32(group))
                 key_index = (np.int64(sample) * (heads // group) + key_head) * contexts * dims
                 reports_keys = first_query == 0 and head % group == 0
                 own_keys = (keys_start, key_stride, key_dim_stride, key_index)
@@ -370,7 +392,7 @@ def few_kernel(kind: int, vector: int):
         report_out_of_reach(is_over, row - np.int32(cuda.threadIdx.x >> 5) * WARP_QUERIES, own_row, counts, errors)
         give(beta, betas)
         # Where there is no query, no value has weight.
-        give(exp2(-lift) / total if total > _ZERO and owns else _ZERO, shares)
+        give(exp2(-lift) * reciprocal(total) if total > _ZERO and owns else _ZERO, shares)
         _set_weights_of_tile(scores, 0, betas, lift)
         _set_weights_of_tile(scores, _TILE_SCORES, betas, lift)
 

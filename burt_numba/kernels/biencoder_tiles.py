@@ -70,7 +70,7 @@ from burt_numba.device.own_queries import (
     search_few,
     take_own,
 )
-from burt_numba.device.query_tiles import LARGEST_TAME, query_tiles
+from burt_numba.device.query_tiles import LARGEST_TAME, largest_product, query_tiles
 from burt_numba.device.row_bounds import is_out_of_reach, row_bound, write_row
 from burt_numba.device.score_tiles import SIDE_SUMS, own_place, own_start, score_tiles
 from burt_numba.device.staged_rows import PIECES
@@ -581,7 +581,7 @@ def tiles_kernel(kind: int, vector: int, chunks_made_for: int):
             key_shift = np.int32(key_shift + 1)
         # A place among the stretches in shared memory.
         buffer = np.int32(stretches)
-        product_limit = FLOAT32_MAX / maximum(abs(scale), _ONE)
+        product_limit = largest_product(scale)
         owns = turn < SLOTS and own_row < valid
         row = np.int64(sample_head) * queries + first_query
         query_start = query_origin + sample * query_sample_stride + head * query_head_stride
