@@ -44,7 +44,7 @@ VALUE_DIMS = 64
 MOST_TILES_WARPS = 4
 TILES_RESIDENT = 256
 """Threads that a multiprocessor holds at least: 255 registers each."""
-FEW_RESIDENT = {EXACT: 256, ROUNDED: 384, HALF: 384}
+FEW_RESIDENT = {EXACT: 256, ROUNDED: 256, HALF: 384}
 """The same of the kernel of few contexts. Exact products have twice as many operands: 168 registers are too few."""
 _TILES_CHUNKS: dict[int, tuple[int, ...]] = {EXACT: (), ROUNDED: (4,), HALF: (2,)}
 _STATIC_BYTES = 5120

@@ -529,16 +529,6 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
                 for step in range(tile_weights // step_weights):
                     load_values(shared, np.int32(lane_cell + step * 2 * step_weights * value_pitch), words)
                     add_step(shared, weights, step * step_weights, buffers, sums)
-            elif exact and not in_pairs and not mends:
-                # Two at a time, which halves the turns of the weights.
-                step = np.int32(0)
-                while step < tile_weights // (2 * step_weights):
-                    for part in range(2):
-                        load_values(shared, lane_cell, words)
-                        add_step(shared, weights, part * step_weights, buffers, sums)
-                        lane_cell = np.int32(lane_cell + 2 * step_weights * value_pitch)
-                    rotate_two_steps(weights)
-                    step = opaque(np.int32(step + 1))
             elif in_pairs and not mends:
                 step = np.int32(0)
                 while step < tile_weights // (2 * step_weights):
