@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from biencoder_support import FEW, check_biencoder, inputs_of, kernel_of, run_biencoder
+from biencoder_support import FEW, Inputs, check_biencoder, inputs_of, kernel_of, run_biencoder
 from support import cases
 
 KINDS = {"float32": (np.float32, "fp32"), "tf32": (np.float32, "tf32"), "float16": (np.float16, "fp32")}
@@ -88,12 +88,21 @@ def test_a_scale_below_zero_beside_bad_elements(kind):
     check(inputs, -0.4, 0.2, kind=kind)
 
 
-@pytest.mark.parametrize("D", [64, 8])
-def test_means_of_the_largest_halves(D):
-    """Rounding of the weights makes some of them larger than float16 holds: they are the largest, and no fault."""
-    inputs = inputs_of(1, 2, 40, 64, D, dtype=np.float16)
-    inputs.context_values[:] = 65504
+def test_means_of_the_largest_halves():
+    """Each of 63 weights lies just above the middle of two halves: rounded, their mean is more than float16 holds."""
+    inputs = Inputs(*(np.zeros((1, 2, n, 8), np.float16) for n in (40, 64, 64)))
+    inputs.query[..., 0] = 1
+    inputs.context_keys[:, :, 1:, 0] = -1
+    inputs.context_values[:, 0] = 65504
     inputs.context_values[:, 1] = -65504
-    outcome = run_biencoder(inputs, None, 4.0)
-    assert (outcome.out[:, 0] >= 65440).all() and (outcome.out[:, 1] <= -65440).all()
-    assert np.isfinite(outcome.out).all() and outcome.counts == {}
+    outcome = run_biencoder(inputs, np.log(2) - np.log1p(8.1 / 16384), None)
+    assert (outcome.out[:, 0] == 65504).all() and (outcome.out[:, 1] == -65504).all() and outcome.counts == {}
+
+
+@each_kind
+def test_a_single_step_is_the_sure_one(kind):
+    """To the lowest temperature; without it, a query could be left above its bound."""
+    inputs = inputs_of(1, 1, 40, 40, 8, dtype=KINDS[kind][0])
+    outcome = run_biencoder(inputs, None, 0.2, 1e-4, 10.0, 1, precision=KINDS[kind][1])
+    assert set(np.unique(outcome.temperature)) <= {np.float32(1e-4), np.float32(1)} and outcome.counts == {}
+    assert (outcome.entropy <= 0.2).all() and (outcome.temperature < 1).sum() > 20
