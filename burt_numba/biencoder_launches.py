@@ -37,6 +37,7 @@ FEW = 2 * STRETCH
 MOST_FEW = FEW
 """Contexts of the kernel that has all of them at once."""
 FEW_TILES = FEW // 8
+"""Tiles of 8 keys that it multiplies at a time."""
 FRAGMENT = 256
 """Cells of shared memory of a tile of queries and 16 words of each."""
 VALUE_DIMS = 64

@@ -73,8 +73,7 @@ def take_own(products, turn, own):
 
 
 @cuda.jit(device=True)
-def _sums_of_few(data, beta, phase):
-    gaps, most_of_mean = data
+def _sums_of_few(gaps, beta, phase):
     total = _ZERO
     first = _ZERO
     second = _ZERO
@@ -90,7 +89,8 @@ def _sums_of_few(data, beta, phase):
             second += weighted * t
         total += part_total
         first += part_first
-    return total, minimum(first, total * most_of_mean), second
+    # In units of ln 2, as t is: a mean counts up to 1.
+    return total, minimum(first, total * LOG2_E), second
 
 
 _search_few = entropy_search(_sums_of_few)
@@ -104,8 +104,7 @@ def search_few(gaps, bound, lowest_beta, highest_beta):
     ``ln(total) + min(1, mean of t)`` of a part of it that has the maximum (docs/biencoder_attention.md). Where that is
     within the bound at the lowest beta, it is that one.
     """
-    # In units of ln 2, as t is.
-    beta, total, entropy, _phase = _search_few((gaps, LOG2_E), bound, lowest_beta, highest_beta, _FEW_ITERATIONS, 0)
+    beta, total, entropy, _phase = _search_few(gaps, bound, lowest_beta, highest_beta, _FEW_ITERATIONS, 0)
     return beta, total, entropy
 
 

@@ -219,21 +219,23 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
 
         return add_tile
 
-    def chunk_of(exact: bool):
-        add_tile = tile_of(exact)
+    @cuda.jit(device=True)
+    def load_keys(shared, key_cell, pitch, mends, words, values):
+        for tile in range(key_tiles):
+            _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
+        if mends:
+            make_keys_finite(words)
+        if not half:
+            unpack_right(shared, words, values)
 
+    def chunk_of(exact: bool, add_tile):
         @cuda.jit(device=True)
         def add_chunk(shared, query_cell, key_cell, tile_cells, pitch, mends, buffers, sums):
             words, values, low, left_words, left, left_low, _step_sums = buffers
-            for tile in range(key_tiles):
-                _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
-            if mends:
-                make_keys_finite(words)
-            if not half:
-                unpack_right(shared, words, values)
-                if exact:
-                    for place in range(4 * key_tiles):
-                        cut(values, values, low, place)
+            load_keys(shared, key_cell, pitch, mends, words, values)
+            if exact:
+                for place in range(4 * key_tiles):
+                    cut(values, values, low, place)
             for row_tile in range(ROW_TILES):
                 for step in range(2):
                     at = np.int64(query_cell + row_tile * tile_cells + step * (FRAGMENT // 2))
@@ -248,7 +250,8 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
 
         return add_chunk
 
-    add_chunk, add_rounded_chunk = chunk_of(exact), chunk_of(False)
+    add_tile = tile_of(exact)
+    add_chunk, add_rounded_chunk = chunk_of(exact, add_tile), chunk_of(False, tile_of(False))
 
     @cuda.jit(device=True)
     def add_chunk_roughly(shared, query_cell, key_cell, tile_cells, pitch, squares, buffers, sums):
@@ -261,7 +264,6 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
     own_pieces = 2 * ROW_TILES
     load_word, unpack_own = load_vector(halves), unpack_vectors(halves, 4 * own_pieces)
     make_queries_finite = _make_finite(4 * own_pieces, halves)
-    add_own_tile = tile_of(exact)
     # Written out, the steps of many keys leave no array to be turned.
     writes_out = not exact and (chunks > 0 or key_tiles > KEY_TILES)
 
@@ -316,18 +318,13 @@ def score_tiles(kind: int, vector: int, chunks: int = 0, key_tiles: int = KEY_TI
         if exact:
             for place in range(4 * own_pieces):
                 cut(left, left, left_low, place)
-        for tile in range(key_tiles):
-            _load_four(shared, np.int64(key_cell + 8 * tile * pitch), words, tile * 4)
-        if mends:
-            make_keys_finite(words)
-        if not half:
-            unpack_right(shared, words, values)
+        load_keys(shared, key_cell, pitch, mends, words, values)
         for tile in range(key_tiles):
             if exact:
                 for place in range(tile * 4, tile * 4 + 4):
                     cut(values, values, low, place)
             for row_tile in range(ROW_TILES):
-                add_own_tile(row_tile * 8, tile * 4, (row_tile * key_tiles + tile) * 4, buffers, sums)
+                add_tile(row_tile * 8, tile * 4, (row_tile * key_tiles + tile) * 4, buffers, sums)
 
     @cuda.jit(device=True)
     def keep_queries(shared, cell, tile_cells, kept):
